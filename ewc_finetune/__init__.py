@@ -1,0 +1,66 @@
+"""Adapt a deployed model to a new domain without losing the old one: elastic weight consolidation.
+
+The verbs of the command line under the same names, on any `torch.nn.Module`:
+
+>>> import ewc_finetune
+>>> anchor = ewc_finetune.consolidate(model, old_data)
+>>> ewc_finetune.finetune(model, new_data, anchors=anchor)
+>>> ewc_finetune.evaluate(model, old_data)
+
+Names are imported when they are first used, so that `import ewc_finetune` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ewc_finetune._version import __version__
+
+if TYPE_CHECKING:
+    from ewc_finetune.anchor import Anchor, Provenance
+    from ewc_finetune.curvature.diagonal import diagonal_fisher
+    from ewc_finetune.errors import EwcError
+    from ewc_finetune.penalty import Penalty
+    from ewc_finetune.verbs.consolidate import consolidate
+    from ewc_finetune.verbs.evaluate import Score, evaluate
+    from ewc_finetune.verbs.finetune import Finetuned, finetune
+
+__all__ = [
+    "Anchor",
+    "EwcError",
+    "Finetuned",
+    "Penalty",
+    "Provenance",
+    "Score",
+    "__version__",
+    "consolidate",
+    "diagonal_fisher",
+    "evaluate",
+    "finetune",
+]
+
+_HOMES = {
+    "Anchor": "anchor",
+    "EwcError": "errors",
+    "Finetuned": "verbs.finetune",
+    "Penalty": "penalty",
+    "Provenance": "anchor",
+    "Score": "verbs.evaluate",
+    "consolidate": "verbs.consolidate",
+    "diagonal_fisher": "curvature.diagonal",
+    "evaluate": "verbs.evaluate",
+    "finetune": "verbs.finetune",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

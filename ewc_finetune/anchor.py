@@ -1,0 +1,285 @@
+"""The anchor: what stands in for the old data. Its schema, and how it is saved, loaded and validated.
+
+A safetensors file, format version 1. Tensors: `fisher.<parameter>` (float32), `anchor.<parameter>` and
+`buffer.<name>` (as in the checkpoint). A parameter without `fisher.` is free. Metadata, text to text: `format`,
+`format_version`, and `anchor`, a JSON document with the fields of `Provenance`.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ewc_finetune.errors import AnchorError, NonFiniteError, StorageError
+from ewc_finetune.files import atomic_write, sha256
+
+FORMAT = "ewc-anchor"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where an anchor comes from, in values that JSON has; every field is in the file.
+
+    Attributes:
+        name: What to call the domain.
+        created: Time of making in ISO 8601, from SOURCE_DATE_EPOCH; None without it, for the same input then gives
+            the same bytes.
+        versions: Of this package and torch.
+        checkpoint: `file`, `sha256`, `format` and `architecture` of the checkpoint; None where not known.
+        data: `spec`, `fingerprint` (of the samples used, in order) and `subset_seed` (where not all were used).
+        likelihood: Name of the likelihood.
+        estimator: Name of the estimator.
+        samples: N, the number of samples that the Fisher is the mean of.
+        batch_size: Matters to the `batched` estimator alone.
+        seed: Of the `sampled` labels.
+        curvature: `diagonal`.
+        reduction: `mean`: over samples; N times it is the posterior precision.
+        half: Whether the penalty is lambda/2 times the quadratic (always true in version 1).
+        excluded: Parameters without curvature, and why.
+        normalisation: `statistics` (the policy they were used under) and `layers` (their names).
+        lineage: Anchors that the checkpoint was already trained under: `name`, `sha256`, `lambda` of each.
+        scores: The checkpoint's own `loss` and `accuracy` on the data of the Fisher.
+        input: How samples are presented to the model (`Layout`), for whoever uses the anchor next.
+        classes: Names of the classes, where they are known.
+    """
+
+    name: str
+    created: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    checkpoint: dict[str, str | None] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    likelihood: str = "categorical"
+    estimator: str = "exact"
+    samples: int = 0
+    batch_size: int | None = None
+    seed: int = 0
+    curvature: str = "diagonal"
+    reduction: str = "mean"
+    half: bool = True
+    excluded: dict[str, str] = field(default_factory=dict)
+    normalisation: dict[str, Any] = field(default_factory=dict)
+    lineage: list[dict[str, Any]] = field(default_factory=list)
+    scores: dict[str, float] = field(default_factory=dict)
+    input: dict[str, Any] = field(default_factory=dict)
+    classes: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """Weights to stay near, and how much each one matters.
+
+    Attributes:
+        weights: Every parameter of the model, by name.
+        fisher: Diagonal Fisher of the parameters that the penalty holds, float32, same shapes.
+        buffers: Persistent buffers: normalisation statistics and the like.
+        provenance: Where all this comes from.
+        path: The file it was loaded from or saved to.
+        digest: SHA-256 of that file.
+        remarks: What a reader should know of the file: keys of a later tool that were ignored.
+    """
+
+    weights: Mapping[str, Tensor]
+    fisher: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    provenance: Provenance
+    path: Path | None = None
+    digest: str | None = None
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The name for messages: the file if there is one."""
+        return str(self.path) if self.path else f"anchor {self.provenance.name!r}"
+
+    def save(self, path: str | Path) -> Anchor:
+        """Write the anchor as one safetensors file and return it with `path` and `digest` set.
+
+        The same anchor gives the same bytes. The file is renamed into place when it is whole.
+
+        Raises:
+            AnchorError: if a tensor is missing, of the wrong shape or negative, or every Fisher is zero.
+            NonFiniteError: if a tensor holds NaN or infinity.
+            StorageError: if the file cannot be written.
+        """
+        path = Path(path)
+        validate(self)
+        tensors = {f"fisher.{name}": value.float() for name, value in self.fisher.items()}
+        tensors |= {f"anchor.{name}": value for name, value in self.weights.items()}
+        tensors |= {f"buffer.{name}": value for name, value in self.buffers.items()}
+        metadata = {
+            "format": FORMAT,
+            "format_version": str(FORMAT_VERSION),
+            "anchor": json.dumps(asdict(self.provenance), sort_keys=True),
+        }
+        with atomic_write(path) as temporary:
+            try:
+                save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, temporary, metadata)
+            except SafetensorError as error:
+                full = "No space" in str(error)
+                reason = "the disk is full. Nothing was left behind" if full else str(error)
+                raise StorageError(f"cannot write {path}: {reason}") from error
+            _sort_metadata(temporary)
+        return replace(self, path=path, digest=sha256(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Anchor:
+        """Read and validate an anchor file; nothing in it is ever executed.
+
+        Raises:
+            AnchorError: if the file is missing, is no anchor, is of a newer format, or contradicts itself.
+            NonFiniteError: if a tensor holds NaN or infinity.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise AnchorError(f"there is no anchor at {path}. `ewc-ft consolidate` makes one from a checkpoint")
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                _check_format(metadata, path)
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise AnchorError(
+                f"{path} cannot be read as an anchor: it is not a whole safetensors file ({error}). "
+                "Copy it again from where it came, or make it again with `ewc-ft consolidate`"
+            ) from error
+        provenance, unknown = _read_provenance(metadata.get("anchor"), path)
+        groups: dict[str, dict[str, Tensor]] = {"fisher": {}, "anchor": {}, "buffer": {}}
+        for key in sorted(tensors):
+            group, _, name = key.partition(".")
+            if group in groups and name:
+                groups[group][name] = tensors[key]
+            else:
+                unknown.append(key)
+        anchor = cls(
+            weights=groups["anchor"],
+            fisher=groups["fisher"],
+            buffers=groups["buffer"],
+            provenance=provenance,
+            path=path,
+            digest=sha256(path),
+            remarks=(f"{path}: ignored what this version does not know: {', '.join(unknown)}",) if unknown else (),
+        )
+        validate(anchor)
+        return anchor
+
+
+def validate(anchor: Anchor) -> None:
+    """Check that an anchor can be used: complete, finite, and with a Fisher that is not zero everywhere.
+
+    Raises:
+        AnchorError: naming the tensor, what was expected and what was found.
+        NonFiniteError: naming the tensor.
+    """
+    where = anchor.label
+    for name, fisher in anchor.fisher.items():
+        weight = anchor.weights.get(name)
+        if weight is None:
+            raise AnchorError(f"{where}: fisher.{name} has no anchor.{name} beside it. Make the anchor again")
+        if weight.shape != fisher.shape:
+            raise AnchorError(
+                f"{where}: fisher.{name} has shape {tuple(fisher.shape)} and anchor.{name} has shape "
+                f"{tuple(weight.shape)}. Make the anchor again"
+            )
+        if not fisher.is_floating_point():
+            raise AnchorError(f"{where}: fisher.{name} has type {fisher.dtype}; expected float32")
+        if not fisher.isfinite().all():
+            raise NonFiniteError(f"{where}: fisher.{name} holds NaN or infinity. Make the anchor again")
+        if (fisher < 0).any():
+            raise AnchorError(f"{where}: fisher.{name} holds negative values; a Fisher is a mean of squares")
+    for group, tensors in (("anchor", anchor.weights), ("buffer", anchor.buffers)):
+        check_finite({f"{group}.{name}": tensor for name, tensor in tensors.items()}, f"{where}: ")
+    if not any(fisher.any() for fisher in anchor.fisher.values()):
+        raise AnchorError(
+            f"{where}: the Fisher is zero everywhere, so the anchor would hold nothing. Either every parameter was "
+            "excluded, or the model's outputs do not depend on its weights (saturated, or all units dead)"
+        )
+
+
+def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse tensors with NaN or infinity; `where` goes before the name in the message.
+
+    Raises:
+        NonFiniteError: naming the first tensor, with the number of bad values.
+    """
+    for name, tensor in tensors.items():
+        bad = int((~tensor.isfinite()).sum()) if tensor.is_floating_point() or tensor.is_complex() else 0
+        if bad:
+            raise NonFiniteError(
+                f"{where}{name} holds NaN or infinity ({bad} of {tensor.numel()} values). "
+                "Go back to the last good checkpoint"
+            )
+
+
+def _check_format(metadata: Mapping[str, str], path: Path) -> None:
+    if metadata.get("format") != FORMAT:
+        raise AnchorError(
+            f"{path} is a safetensors file but not an anchor (no format={FORMAT!r} in its metadata). "
+            "If it holds a model's weights, run `ewc-ft consolidate` on that model first"
+        )
+    version = metadata.get("format_version", "")
+    if not version.isdecimal():
+        raise AnchorError(f"{path}: format_version is {version!r}; expected a whole number up to {FORMAT_VERSION}")
+    if int(version) > FORMAT_VERSION:
+        raise AnchorError(
+            f"{path} is an anchor of format version {version}; this ewc-finetune reads up to {FORMAT_VERSION}. "
+            "Upgrade with: pip install -U ewc-finetune"
+        )
+
+
+def _read_provenance(text: str | None, path: Path) -> tuple[Provenance, list[str]]:
+    """Parse the JSON document; return it with the keys that this version does not know."""
+    try:
+        document = json.loads(text or "")
+    except ValueError as error:
+        raise AnchorError(f"{path}: the metadata `anchor` is not a JSON document ({error})") from error
+    if not isinstance(document, dict) or not isinstance(document.get("name"), str):
+        raise AnchorError(f"{path}: the metadata `anchor` must be a JSON object with a name")
+    known = {f.name: f for f in fields(Provenance)}
+    values = {key: value for key, value in document.items() if key in known}
+    for key, value in values.items():
+        _check_type(key, value, path)
+    if not values.get("half", True) or values.get("reduction", "mean") != "mean":
+        raise AnchorError(f"{path}: its Fisher is not a mean under lambda/2; format version 1 knows no other")
+    if values.get("curvature", "diagonal") != "diagonal":
+        raise AnchorError(f"{path}: its curvature is {values['curvature']!r}; this version reads diagonal ones")
+    return Provenance(**values), sorted(set(document) - set(known))
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "dict": (dict,), "list": (list,), "str": (str,), "int": (int,), "bool": (bool,), "None": (type(None),),
+}  # fmt: skip
+
+
+def _check_type(key: str, value: object, path: Path) -> None:
+    annotation = str(next(f.type for f in fields(Provenance) if f.name == key))
+    wanted = [part.strip().partition("[")[0] for part in annotation.split(" | ")]
+    if not any(isinstance(value, _TYPES[word]) for word in wanted):
+        raise AnchorError(f"{path}: in the metadata, {key} is {value!r}; expected {annotation}")
+
+
+def _sort_metadata(path: Path) -> None:
+    """Put the header's metadata in order: safetensors writes them from a hash map, different every time."""
+    with path.open("r+b") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) > length:
+            raise StorageError(f"cannot write {path}: the safetensors header grew from {length} to {len(text)} bytes")
+        file.seek(8)
+        file.write(text.ljust(length))  # the format allows trailing spaces
+
+
+def cpu_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies on the CPU that share no memory with the originals."""
+    return {name: torch.empty_like(t, device="cpu").copy_(t.detach()) for name, t in tensors.items()}

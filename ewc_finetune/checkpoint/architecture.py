@@ -1,0 +1,149 @@
+"""Architectures by name: `mlp`, `cnn`, `torchvision:resnet18`, `package.module:Class?width=256`."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ewc_finetune import models
+from ewc_finetune.address import Address, parse, suggest
+from ewc_finetune.errors import ArchitectureError
+
+BUILTIN: dict[str, type[nn.Module]] = {"mlp": models.MLP, "cnn": models.CNN}
+FORMS = "mlp, cnn, torchvision:NAME or package.module:Class (keyword arguments behind a ?)"
+
+
+def looks_like_architecture(text: str) -> bool:
+    """Whether the text has the form of an architecture rather than that of a path."""
+    head = text.partition("?")[0]
+    module, colon, name = head.partition(":")
+    return head in BUILTIN or bool(colon and name.isidentifier() and all(p.isidentifier() for p in module.split(".")))
+
+
+def build(text: str, *, trusted: bool) -> nn.Module:
+    """Build the module that an architecture names, with fresh weights.
+
+    The working directory is on the import path meanwhile.
+
+    Args:
+        text: The architecture.
+        trusted: Whether the user named it. One that was read from a file may only name subclasses of
+            `torch.nn.Module`, so that a file from a stranger cannot call any function that it likes.
+
+    Raises:
+        UsageError: if the text is no address.
+        ArchitectureError: if it cannot be found, called, or is no module.
+    """
+    address = parse(text)
+    with _working_directory_on_path():
+        factory = _find(address, trusted)
+        arguments = {key: _value(value) for key, value in address.options.items()}
+        try:
+            module = factory(**arguments)
+        except Exception as error:
+            raise ArchitectureError(
+                f"the architecture {text} cannot be built: {type(error).__name__}: {error}. "
+                f"It is called as {address.head}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})"
+            ) from error
+    if not isinstance(module, nn.Module):
+        raise ArchitectureError(f"{address.head} gives a {type(module).__name__}; expected a torch.nn.Module")
+    return module
+
+
+def complete(text: str, sample_shape: tuple[int, ...], num_classes: int) -> str:
+    """Fill in what the data says and the text leaves open, so that the text alone builds the model again.
+
+    Args:
+        text: The architecture as the user wrote it.
+        sample_shape: Of one sample; `(channels, height, width)` for images.
+        num_classes: Of the new data.
+    """
+    address = parse(text)
+    known: dict[str, Any] = {"num_classes": num_classes}
+    if address.head in BUILTIN:
+        size = 1
+        for length in sample_shape:
+            size *= length
+        known["in_features"] = size
+        if len(sample_shape) == 3:
+            known |= {"in_channels": sample_shape[0], "image_size": sample_shape[1]}
+        signature = inspect.signature(BUILTIN[address.head])
+        options = {name: str(known.get(name, _text(p.default))) for name, p in signature.parameters.items()}
+    elif address.head.startswith("torchvision:"):
+        options = {"num_classes": str(num_classes)}
+    else:
+        options = {}
+    return str(Address(address.head, options | address.options))
+
+
+def _find(address: Address, trusted: bool) -> Callable[..., object]:
+    head = address.head
+    if head in BUILTIN:
+        return BUILTIN[head]
+    module_name, colon, name = head.partition(":")
+    if not colon:
+        raise ArchitectureError(f"no architecture is called {head!r}. {suggest(head, BUILTIN)}; otherwise {FORMS}")
+    if module_name == "torchvision":
+        return _torchvision(name)
+    try:
+        found: object = importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except AttributeError:
+        raise ArchitectureError(f"the module {module_name} has no {name}. Check the name in {head}") from None
+    except Exception as error:
+        raise ArchitectureError(
+            f"cannot import {module_name} for the architecture {head}: {type(error).__name__}: {error}. "
+            "Run ewc-ft in the folder that holds it, or put that folder into PYTHONPATH"
+        ) from error
+    is_module_class = isinstance(found, type) and issubclass(found, nn.Module)
+    if not is_module_class and not (trusted and callable(found)):
+        raise ArchitectureError(
+            f"{head} is not a subclass of torch.nn.Module"
+            + ("" if trusted else ", and a file may name nothing else. If you trust it, name it yourself with --arch")
+        )
+    return found  # type: ignore[return-value]
+
+
+def _torchvision(name: str) -> Callable[..., object]:
+    from torchvision.models import get_model_builder, list_models
+
+    if name not in list_models():
+        raise ArchitectureError(f"torchvision has no model {name!r}. {suggest(name, list_models())}")
+    builder = get_model_builder(name)
+    # No pretrained weights, neither of the model nor of its backbone: the checkpoint brings its own.
+    empty = {key: None for key in ("weights", "weights_backbone") if key in inspect.signature(builder).parameters}
+    return lambda **arguments: builder(**(empty | arguments))
+
+
+@contextlib.contextmanager
+def _working_directory_on_path() -> Iterator[None]:
+    folder = str(Path.cwd())
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(folder)
+
+
+def _value(text: str) -> object:
+    """Read `128`, `0.5`, `256,128`, `true`, `None` as what they look like, anything else as text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _text(value: object) -> str:
+    return ",".join(str(part) for part in value) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,23 @@
+"""The words that an option may take, where the command line finds them without importing torch."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Estimator = Literal["exact", "sampled", "empirical", "predicted", "batched"]
+ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+
+LikelihoodName = Literal["categorical"]
+LIKELIHOODS: tuple[LikelihoodName, ...] = get_args(LikelihoodName)
+
+OptimizerName = Literal["sgd", "adam", "adamw"]
+OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
+
+NormStats = Literal["frozen", "update"]
+NORM_STATS: tuple[NormStats, ...] = get_args(NormStats)
+
+DeviceName = Literal["auto", "cpu", "cuda", "mps"]
+DEVICES: tuple[DeviceName, ...] = get_args(DeviceName)
+
+Split = Literal["train", "test"]
+SPLITS: tuple[Split, ...] = get_args(Split)

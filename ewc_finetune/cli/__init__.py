@@ -1,0 +1,30 @@
+"""The command line: parse, call one function, print. torch is imported when a command needs it, never before."""
+
+from __future__ import annotations
+
+import click
+
+from ewc_finetune._version import __version__
+from ewc_finetune.cli.consolidate import consolidate
+from ewc_finetune.cli.evaluate import evaluate
+from ewc_finetune.cli.finetune import finetune
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="ewc-ft")
+def main() -> None:
+    r"""Adapt a deployed model to a new domain without losing the old one.
+
+    \b
+    ewc-ft consolidate model.pt --data mnist          while the old data is at hand
+    ewc-ft finetune --anchors model.anchor.safetensors --data fmnist
+    ewc-ft evaluate model-fmnist.pt --data mnist --data fmnist
+
+    DATA is mnist, fmnist, kmnist, cifar10, digits or imagefolder:PATH, with options behind a question mark:
+    split=train|test, classes=0-4, limit=N, size=PIXELS, channels=1|3, rotate=DEGREES, permute=SEED, joined by &.
+    """
+
+
+main.add_command(consolidate)
+main.add_command(finetune)
+main.add_command(evaluate)

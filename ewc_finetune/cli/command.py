@@ -1,0 +1,79 @@
+"""What every command shares: its options, its errors and their exit codes."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from ewc_finetune.choices import DEVICES
+from ewc_finetune.errors import EwcError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+INTERRUPTED = 130
+TERMINATED = 143
+
+
+class Command(click.Command):
+    """A command whose errors are one sentence and an exit code; the traceback comes with --debug."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command, turning exceptions into exit codes."""
+        debug = ctx.params.pop("debug")
+        previous = signal.signal(signal.SIGTERM, _terminate)
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit):
+            raise
+        except KeyboardInterrupt:
+            click.echo("\nInterrupted.", err=True)
+            ctx.exit(INTERRUPTED)
+        except EwcError as error:
+            if debug:
+                raise
+            click.echo(f"Error: {error}", err=True)
+            ctx.exit(error.exit_code)
+        except Exception as error:
+            if debug:
+                raise
+            text = str(error).strip() or "no message"
+            click.echo(
+                f"Error: {type(error).__name__}: {text}\nThis is not an error that ewc-ft foresaw; run the command "
+                "again with --debug and report what it prints.",
+                err=True,
+            )
+            ctx.exit(1)
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+
+
+def _terminate(signum: int, frame: object) -> None:
+    """Leave through every `finally`, so that no temporary file stays behind."""
+    sys.exit(TERMINATED)
+
+
+def common_options(function: F) -> F:
+    """Add the options that every command has."""
+    for option in (
+        click.option("--debug", is_flag=True, help="Show the traceback of an error."),
+        click.option("--quiet", is_flag=True, help="Print nothing but errors."),
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout."),
+        click.option(
+            "--data-dir",
+            type=click.Path(file_okay=False),
+            help="Where downloaded data lies or goes.  [default: $EWC_FT_DATA, else ~/.cache/ewc-finetune/data]",
+        ),
+        click.option(
+            "--device",
+            type=click.Choice(DEVICES),
+            default="auto",
+            show_default=True,
+            help="Where to compute.",
+        ),
+    ):
+        function = option(function)
+    return function

@@ -1,0 +1,83 @@
+"""`ewc-ft consolidate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ewc_finetune.choices import ESTIMATORS, LIKELIHOODS
+from ewc_finetune.cli.command import Command, common_options
+
+
+@click.command(cls=Command)
+@click.argument("model", type=click.Path(dir_okay=False))
+@click.option("--data", required=True, metavar="DATA", help="The data that the model was trained on.")
+@click.option(
+    "--arch",
+    metavar="ARCH",
+    help="What to build for a checkpoint that doesn't say: package.module:Class, "
+    "mlp, cnn or torchvision:NAME, with keyword arguments behind a question mark.",
+)
+@click.option("--output", type=click.Path(dir_okay=False), help="The anchor.  [default: MODEL.anchor.safetensors]")
+@click.option("--overwrite", is_flag=True, help="Replace the output if it exists.")
+@click.option("--name", help="What to call the domain.  [default: the kind of data]")
+@click.option(
+    "--estimator",
+    type=click.Choice(ESTIMATORS),
+    default="exact",
+    show_default=True,
+    help="Whose labels the Fisher uses: the model's own in expectation (exact), one draw of them (sampled), "
+    "its best guess (predicted), the data's (empirical); batched squares the mean of a batch, which is no "
+    "Fisher but what published code does.",
+)
+@click.option("--samples", type=click.IntRange(1), metavar="N", help="Use a random subset of N samples.")
+@click.option("--batch-size", type=click.IntRange(1), default=200, show_default=True, help="Samples at once.")
+@click.option(
+    "--likelihood",
+    type=click.Choice(LIKELIHOODS),
+    default="categorical",
+    show_default=True,
+    help="How the model's outputs become log p(y | x).",
+)
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Leave these parameters free; repeatable.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the subset and the sampled labels.")
+@common_options
+def consolidate(
+    model: str, data: str, arch: str | None, output: str | None, quiet: bool, as_json: bool, **options: Any
+) -> None:
+    """Compute the Fisher of the checkpoint MODEL and save it, with the weights, as an anchor.
+
+    The anchor stands in for the old data from then on. MODEL is a state dict (.pt), loaded without running any code.
+    """
+    from ewc_finetune.cli.printer import Printer
+    from ewc_finetune.curvature.importance import importance_by_layer
+    from ewc_finetune.verbs.consolidate import consolidate as run
+    from ewc_finetune.verbs.consolidate import default_output
+
+    printer = Printer(quiet, as_json)
+    anchor = run(model, data, architecture=arch, output=output or default_output(model), progress=printer, **options)
+    layers = importance_by_layer(anchor.fisher)
+    printer.table(
+        ["layer", "parameters", "share of Fisher", "mean", "max"],
+        [[i.layer, f"{i.parameters:,}", f"{i.share:.1%}", f"{i.mean:.2e}", f"{i.max:.2e}"] for i in layers],
+    )
+    origin = anchor.provenance
+    path = Path(str(anchor.path))
+    if origin.scores:
+        printer.note(
+            f"the checkpoint's own score: accuracy {origin.scores['accuracy']:.4f}, loss {origin.scores['loss']:.4f}"
+        )
+    for name, reason in origin.excluded.items():
+        printer.note(f"left free: {name}, {reason}")
+    printer.note(f"{path}: {origin.samples:,} samples, {path.stat().st_size:,} bytes, sha256 {anchor.digest}")
+    printer.result(
+        {
+            "anchor": str(path),
+            "bytes": path.stat().st_size,
+            "sha256": anchor.digest,
+            "provenance": vars(origin),
+            "importance": [vars(i) for i in layers],
+        }
+    )

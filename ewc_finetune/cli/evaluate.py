@@ -1,0 +1,37 @@
+"""`ewc-ft evaluate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ewc_finetune.choices import LIKELIHOODS
+from ewc_finetune.cli.command import Command, common_options
+
+
+@click.command(cls=Command)
+@click.argument("model", type=click.Path(dir_okay=False))
+@click.option("--data", required=True, multiple=True, metavar="DATA", help="A domain to score on; repeatable.")
+@click.option("--arch", metavar="ARCH", help="What to build for a checkpoint that doesn't say.")
+@click.option(
+    "--likelihood",
+    type=click.Choice(LIKELIHOODS),
+    default="categorical",
+    show_default=True,
+    help="How the model's outputs become log p(y | x).",
+)
+@click.option("--batch-size", type=click.IntRange(1), default=500, show_default=True, help="Samples at once.")
+@common_options
+def evaluate(model: str, data: tuple[str, ...], arch: str | None, quiet: bool, as_json: bool, **options: Any) -> None:
+    """Score MODEL (a checkpoint or an anchor): loss and accuracy, a row for each domain."""
+    from ewc_finetune.cli.printer import Printer
+    from ewc_finetune.verbs.evaluate import evaluate as run
+
+    printer = Printer(quiet, as_json)
+    scores = run(model, list(data), architecture=arch, progress=printer, **options)
+    printer.table(
+        ["domain", "samples", "loss", "accuracy"],
+        [[s.domain, f"{s.samples:,}", f"{s.loss:.4f}", f"{s.accuracy:.4f}"] for s in scores],
+    )
+    printer.result({"model": model, "scores": [vars(s) for s in scores]})

@@ -1,0 +1,120 @@
+"""`ewc-ft finetune`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ewc_finetune.choices import NORM_STATS, OPTIMIZERS
+from ewc_finetune.cli.command import Command, common_options
+
+
+@click.command(cls=Command)
+@click.option(
+    "--anchors",
+    multiple=True,
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    help="An anchor to be held by; repeatable, oldest first. Without any it is plain training.",
+)
+@click.option("--data", required=True, metavar="DATA", help="The new domain.")
+@click.option(
+    "--model",
+    metavar="MODEL",
+    help="Start from this checkpoint, or from fresh weights of an architecture "
+    "(mlp, cnn, torchvision:NAME, package.module:Class).  [default: the newest anchor's weights]",
+)
+@click.option("--arch", metavar="ARCH", help="What to build for a checkpoint that doesn't say.")
+@click.option(
+    "--lambda",
+    "lambdas",
+    type=float,
+    multiple=True,
+    default=[100.0],
+    show_default="100",
+    help="Strength of the penalty: once for all anchors, or once for each.",
+)
+@click.option("--epochs", type=click.IntRange(0), default=4, show_default=True, help="Walks through the data.")
+@click.option("--lr", type=float, default=1e-4, show_default=True, help="Learning rate.")
+@click.option("--batch-size", type=click.IntRange(1), default=100, show_default=True, help="Samples a step.")
+@click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="adam", show_default=True)
+@click.option("--momentum", type=float, default=0.9, show_default=True, help="Of sgd.")
+@click.option(
+    "--norm-stats",
+    type=click.Choice(NORM_STATS),
+    help="Keep the running statistics of normalisation "
+    "layers, or let them follow the new data.  [default: frozen; update for fresh weights]",
+)
+@click.option(
+    "--eval",
+    "eval_on",
+    multiple=True,
+    metavar="DATA",
+    help="A domain to score before and after each epoch; repeatable.  [default: the new one]",
+)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False),
+    help="The new checkpoint; the run folder goes beside it.  [default: named for the anchor and the data]",
+)
+@click.option("--overwrite", is_flag=True, help="Replace the output and its run folder if they exist.")
+@click.option("--log-every", type=click.IntRange(1), default=50, show_default=True, help="Steps between log lines.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of fresh weights, sample order and dropout.")
+@common_options
+def finetune(
+    anchors: tuple[str, ...],
+    data: str,
+    model: str | None,
+    arch: str | None,
+    eval_on: tuple[str, ...],
+    output: str | None,
+    quiet: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Adapt a model to a new domain under the penalty of its anchors.
+
+    Writes a checkpoint in the format that the anchor came from, and a run folder with run.json, metrics.jsonl and a
+    figure beside it.
+    """
+    from ewc_finetune.cli.printer import Printer
+    from ewc_finetune.verbs.finetune import default_output
+    from ewc_finetune.verbs.finetune import finetune as run
+
+    printer = Printer(quiet, as_json)
+    done = run(
+        model,
+        data,
+        anchors=anchors,
+        architecture=arch,
+        eval_on=eval_on or None,
+        output=output or default_output(model, anchors, data),
+        progress=printer,
+        **options,
+    )
+    printer.table(
+        ["domain", "accuracy before", "after", "change", "loss before", "after"],
+        [
+            [
+                b.domain,
+                f"{b.accuracy:.4f}",
+                f"{a.accuracy:.4f}",
+                f"{a.accuracy - b.accuracy:+.4f}",
+                f"{b.loss:.4f}",
+                f"{a.loss:.4f}",
+            ]
+            for b, a in zip(done.before, done.after, strict=True)
+        ],
+    )
+    printer.note(f"{done.output}: {done.steps:,} steps; the run is in {done.run}")
+    printer.result(
+        {
+            "checkpoint": str(done.output),
+            "run": str(done.run),
+            "steps": done.steps,
+            "norm_stats": done.norm_stats,
+            "before": [vars(score) for score in done.before],
+            "after": [vars(score) for score in done.after],
+        }
+    )

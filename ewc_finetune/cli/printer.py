@@ -1,0 +1,73 @@
+"""One printer for people and machines: remarks, bars and tables on stderr, one JSON document on stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from tqdm import tqdm
+
+
+class Printer:
+    """Draws the progress of a verb, and its result at the end.
+
+    Args:
+        quiet: Draw nothing.
+        as_json: Print the result on stdout as JSON too.
+    """
+
+    def __init__(self, quiet: bool, as_json: bool) -> None:
+        self.quiet = quiet
+        self.as_json = as_json
+
+    def note(self, message: str) -> None:
+        """Print one remark, above any bar."""
+        if not self.quiet:
+            tqdm.write(message, file=sys.stderr)
+
+    @contextmanager
+    def bar(self, title: str, total: int | None, unit: str) -> Iterator[_Bar]:
+        """Draw a bar with speed and time left; without a terminal, a line a minute."""
+        seldom = {} if sys.stderr.isatty() else {"mininterval": 60.0, "maxinterval": 60.0}
+        with tqdm(
+            desc=title,
+            total=total,
+            unit=f" {unit}",
+            disable=self.quiet,
+            file=sys.stderr,
+            dynamic_ncols=True,
+            **seldom,
+        ) as bar:
+            yield _Bar(bar)
+
+    def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Print a table: the first column to the left, the others to the right."""
+        if self.quiet or not rows:
+            return
+        widths = [max(len(row[i]) for row in (headers, *rows)) for i in range(len(headers))]
+        for row in (headers, ["-" * width for width in widths], *rows):
+            cells = [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+            ]
+            click.echo("  ".join(cells).rstrip(), err=True)
+
+    def result(self, document: Any) -> None:
+        """Print the result for machines, where they asked for it."""
+        if self.as_json:
+            click.echo(json.dumps(document, indent=2, default=str))
+
+
+class _Bar:
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+
+    def advance(self, count: int, **figures: float | str) -> None:
+        """Move the bar, with the figures behind it."""
+        if figures:
+            self._bar.set_postfix(figures, refresh=False)
+        self._bar.update(count)

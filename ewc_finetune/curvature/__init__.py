@@ -1,0 +1,1 @@
+"""Curvature: how much each weight of a trained model matters to what it says."""

@@ -1,0 +1,170 @@
+"""A domain: samples, what is known of them, and a way to walk through them in batches."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from ewc_finetune.errors import DataError
+
+Batch = tuple[Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Domain:
+    """One domain's samples.
+
+    Attributes:
+        name: The data spec, or what the caller calls it.
+        samples: A map-style dataset of `(input, label)`, or an iterable of whole batches such as a DataLoader.
+        classes: Names of the classes, where they are known.
+        labels: All labels, where they are known without reading every sample.
+        split: Which split the samples are, where the data has splits.
+    """
+
+    name: str
+    samples: Dataset[Any] | Iterable[Any]
+    classes: tuple[str, ...] | None = None
+    labels: Tensor | None = None
+    split: str | None = None
+
+    @property
+    def indexable(self) -> bool:
+        """Whether any sample can be had by its number, so that batch size and order are ours to choose."""
+        return _is_map_style(self.samples)
+
+    @property
+    def size(self) -> int | None:
+        """The number of samples, or None where it is not known before they have been read."""
+        counted = self.samples.dataset if isinstance(self.samples, DataLoader) else self.samples
+        return len(cast("Sized", counted)) if _is_map_style(counted) else None
+
+    def count_batches(self, batch_size: int) -> int | None:
+        """Return how many batches one walk has, or None where it is not known."""
+        if self.indexable:
+            return -(-(self.size or 0) // batch_size)
+        try:
+            return len(self.samples)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+    def first(self) -> Tensor:
+        """Return one input as a batch of one.
+
+        Raises:
+            DataError: if there is no sample.
+        """
+        for inputs, _ in self.batches(1):
+            return inputs[:1]
+        raise DataError(f"{self.name} has no samples")
+
+    def subset(self, indices: Sequence[int]) -> Domain:
+        """Return the domain of the samples at these indices, in this order."""
+        labels = None if self.labels is None else self.labels[torch.as_tensor(indices, dtype=torch.long)]
+        if isinstance(self.samples, TensorDataset):
+            chosen = torch.as_tensor(indices, dtype=torch.long)
+            samples: Dataset[Any] = TensorDataset(*(tensor[chosen] for tensor in self.samples.tensors))
+        else:
+            samples = Subset(self.samples, indices)  # type: ignore[arg-type]
+        return replace(self, samples=samples, labels=labels)
+
+    def batches(self, batch_size: int, shuffle: torch.Generator | None = None) -> Iterator[Batch]:
+        """Walk through the samples once.
+
+        Args:
+            batch_size: Samples to a batch; the last may be smaller. A caller's own batches stay as they are.
+            shuffle: Draws the order; in the order they have unless given, or where they are not indexable.
+
+        Raises:
+            DataError: if samples are not tensors, or don't have one shape.
+        """
+        if isinstance(self.samples, TensorDataset):
+            # Whole batches are cut from the tensors: no loader, no collating of single samples.
+            size = len(self.samples)
+            order = None if shuffle is None else torch.randperm(size, generator=shuffle)
+            for start in range(0, size, batch_size):
+                chosen = slice(start, start + batch_size)
+                yield self._read([t[chosen if order is None else order[chosen]] for t in self.samples.tensors])
+            return
+        try:
+            for batch in self._loader(batch_size, shuffle):
+                yield self._read(batch)
+        except (TypeError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise DataError(
+                f"the samples of {self.name} cannot be put into batches: {reason}. Samples must be tensors of one "
+                "shape; for images of several sizes add ?size=PIXELS"
+            ) from error
+
+    def _loader(self, batch_size: int, shuffle: torch.Generator | None) -> Iterable[Any]:
+        samples: Any = self.samples
+        if isinstance(samples, IterableDataset):
+            return DataLoader(samples, batch_size=batch_size)
+        if not self.indexable:
+            return samples  # type: ignore[no-any-return]
+        order = range(len(samples)) if shuffle is None else torch.randperm(len(samples), generator=shuffle).tolist()
+        return DataLoader(samples, batch_sampler=BatchSampler(order, batch_size, drop_last=False))
+
+    def _read(self, batch: Any) -> Batch:
+        parts = batch if isinstance(batch, (tuple, list)) else [batch]
+        if not 1 <= len(parts) <= 2 or not all(isinstance(part, Tensor) for part in parts):
+            kinds = ", ".join(type(part).__name__ for part in parts)
+            raise DataError(f"a batch of {self.name} is ({kinds}); expected (inputs, labels), two tensors")
+        return (parts[0], parts[1]) if len(parts) == 2 else (parts[0], None)
+
+
+def as_domain(data: object, name: str = "data") -> Domain:
+    """Make a domain of what a caller has: a domain, a dataset, or an iterable of batches.
+
+    Raises:
+        DataError: if it is none of these, or can be walked through only once.
+    """
+    if isinstance(data, Domain):
+        return data
+    if _is_map_style(data):
+        labels = data.tensors[1] if isinstance(data, TensorDataset) and len(data.tensors) > 1 else None
+        classes = getattr(data, "classes", None)
+        return Domain(name, data, classes=None if classes is None else tuple(map(str, classes)), labels=labels)
+    if isinstance(data, Iterator):
+        raise DataError(f"{name} is a generator, which can be read only once; pass a DataLoader, dataset or list")
+    if isinstance(data, Iterable):
+        return Domain(name, data)
+    raise DataError(f"{name} is a {type(data).__name__}; expected a data spec, a dataset or a loader of batches")
+
+
+def _is_map_style(data: Any) -> TypeGuard[Dataset[Any]]:
+    """Whether it has samples by number; lists and loaders hold batches."""
+    batched = (DataLoader, IterableDataset, list, tuple, str, dict)
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, batched)
+
+
+class Fingerprint:
+    """Digest of the samples that pass by, in order, whatever size the batches have."""
+
+    def __init__(self) -> None:
+        self._inputs = hashlib.sha256()
+        self._labels = hashlib.sha256()
+        self._described = False
+
+    def update(self, inputs: Tensor, labels: Tensor | None) -> None:
+        """Take in one batch, as it was before any preprocessing."""
+        if not self._described:
+            self._inputs.update(f"{inputs.dtype}{tuple(inputs.shape[1:])}".encode())
+            self._described = True
+        self._inputs.update(_bytes(inputs))
+        if labels is not None:
+            self._labels.update(_bytes(labels))
+
+    def hexdigest(self) -> str:
+        """Return the digest of inputs and labels together."""
+        return hashlib.sha256(self._inputs.digest() + self._labels.digest()).hexdigest()
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()

@@ -1,0 +1,117 @@
+"""How samples are presented to a model: nobody writes a transform, and what is assumed is said and recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ewc_finetune.data.domain import Batch, Domain
+from ewc_finetune.devices import random_state_kept
+from ewc_finetune.errors import DataError
+from ewc_finetune.modes import evaluating
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The way from a sample of the data to an input of the model.
+
+    Attributes:
+        shape: Of one sample in the data; `(channels, height, width)` for images.
+        flat: Whether a sample is flattened to a vector.
+        bytes_to_unit: Whether samples are bytes, 0 to 255, that become 0 to 1.
+    """
+
+    shape: tuple[int, ...]
+    flat: bool
+    bytes_to_unit: bool
+
+    def present(self, samples: Tensor, dtype: torch.dtype) -> Tensor:
+        """Turn a batch of samples into inputs of the model, floating-point ones in `dtype`."""
+        if self.bytes_to_unit:
+            samples = samples.to(dtype) / 255
+        elif samples.is_floating_point():
+            samples = samples.to(dtype)
+        return samples.flatten(1) if self.flat else samples
+
+    def describe(self) -> str:
+        """Say what is done, for people."""
+        parts = [" x ".join(map(str, self.shape)) or "single numbers"]
+        if self.bytes_to_unit:
+            parts.append("scaled from 0..255 to 0..1")
+        if self.flat:
+            parts.append(f"flattened to {math.prod(self.shape)} values")
+        return ", ".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON has them."""
+        return {**asdict(self), "shape": list(self.shape)}
+
+
+def find_layout(
+    model: nn.Module, domain: Domain, device: torch.device, recorded: dict[str, Any] | None = None
+) -> Layout:
+    """Find how a domain's samples go into the model, by trying one: as it is, then flattened.
+
+    Args:
+        model: On `device`; tried in eval mode and left as it was.
+        domain: Where the sample comes from.
+        device: Where the model is.
+        recorded: The layout that the model's checkpoint or anchor carries, which the data then has to have.
+
+    Raises:
+        DataError: if the sample suits neither the model nor what is recorded; the shapes are named.
+    """
+    sample, name = domain.first().to(device), domain.name
+    shape = tuple(sample.shape[1:])
+    if recorded and list(shape) != list(recorded.get("shape", shape)):
+        wanted = recorded["shape"]
+        raise DataError(f"{name}: samples have shape {_show(shape)}; the model takes {_show(wanted)}.{_advice(wanted)}")
+    dtype = dtype_of(model)
+    refusals = []
+    for flat in (False, True) if len(shape) > 1 else (False,):
+        layout = Layout(shape, flat, bytes_to_unit=sample.dtype == torch.uint8)
+        try:
+            with evaluating(model), torch.no_grad(), random_state_kept(sample.device):
+                outputs = model(layout.present(sample, dtype))
+        except Exception as error:  # noqa: BLE001 - a model may raise anything for an input it can't take
+            refusals.append(f"{'flattened' if flat else 'as it is'}: {str(error).partition(chr(10))[0][:200]}")
+            continue
+        # A linear layer takes the last dimension of anything: one output vector for the sample is what we want.
+        if not isinstance(outputs, Tensor) or outputs.ndim == 2 or len(shape) < 2:
+            return layout
+        refusals.append(f"{'flattened' if flat else 'as it is'}: outputs of shape {tuple(outputs.shape)}")
+    raise DataError(f"{name}: a sample of shape {_show(shape)} does not go into the model ({'; '.join(refusals)})")
+
+
+def feed(
+    domain: Domain,
+    layout: Layout,
+    model: nn.Module,
+    batch_size: int,
+    device: torch.device,
+    shuffle: torch.Generator | None = None,
+) -> Iterator[Batch]:
+    """Walk through a domain in batches that are on the device and as the model wants them."""
+    dtype = dtype_of(model)
+    for samples, labels in domain.batches(batch_size, shuffle):
+        yield layout.present(samples.to(device), dtype), None if labels is None else labels.to(device)
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the model's first floating-point parameter."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _show(shape: Any) -> str:
+    return " x ".join(map(str, shape)) or "()"
+
+
+def _advice(wanted: list[int]) -> str:
+    if len(wanted) != 3 or wanted[0] not in (1, 3):
+        return ""
+    return f" To convert them, add size={wanted[1]}x{wanted[2]}&channels={wanted[0]} behind the data's question mark"

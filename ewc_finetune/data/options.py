@@ -1,0 +1,139 @@
+"""What may stand behind the question mark of a data spec; every option applies to every kind of data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as image_ops
+
+from ewc_finetune.address import Address, suggest
+from ewc_finetune.choices import SPLITS
+from ewc_finetune.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a data spec, read and checked.
+
+    Attributes:
+        split: `train` or `test`; None where the spec doesn't say.
+        classes: Labels to keep; all unless given.
+        limit: Keep the first so many, after `classes`.
+        size: Resize images to (height, width).
+        channels: 1 for grey, 3 for colour.
+        rotate: Turn images by so many degrees, counterclockwise.
+        permute: Shuffle the pixels of every image alike, by this seed.
+    """
+
+    split: str | None = None
+    classes: frozenset[int] | None = None
+    limit: int | None = None
+    size: tuple[int, int] | None = None
+    channels: int | None = None
+    rotate: float | None = None
+    permute: int | None = None
+
+    @property
+    def changes_images(self) -> bool:
+        """Whether `apply` does anything."""
+        return any(option is not None for option in (self.size, self.channels, self.rotate, self.permute))
+
+    def apply(self, images: Tensor) -> Tensor:
+        """Resize, recolour, rotate and permute images of shape `(..., channels, height, width)`, in this order."""
+        if self.size is not None:
+            images = image_ops.resize(images, list(self.size), antialias=True)
+        if self.channels is not None and images.shape[-3] != self.channels:
+            images = image_ops.rgb_to_grayscale(images) if self.channels == 1 else image_ops.grayscale_to_rgb(images)
+        if self.rotate is not None:
+            images = image_ops.rotate(images, self.rotate, interpolation=InterpolationMode.BILINEAR)
+        if self.permute is not None:
+            pixels = images.shape[-2] * images.shape[-1]
+            order = torch.randperm(pixels, generator=torch.Generator().manual_seed(self.permute))
+            images = images.flatten(-2)[..., order].reshape(images.shape)
+        return images
+
+    def keep(self, labels: Tensor) -> Tensor:
+        """Return the indices of the samples that `classes` and `limit` keep."""
+        indices = torch.arange(len(labels))
+        if self.classes is not None:
+            indices = indices[torch.isin(labels, torch.tensor(sorted(self.classes)))]
+        return indices[: self.limit]
+
+
+def read_options(address: Address) -> Options:
+    """Read the options of a data spec.
+
+    Raises:
+        UsageError: naming the option, what it says and what was expected.
+    """
+    values: dict[str, object] = {}
+    for key, text in address.options.items():
+        if key not in _READERS:
+            raise UsageError(f"{address}: data has no option {key!r}. {suggest(key, _READERS)}")
+        reader, expected = _READERS[key]
+        try:
+            values[key] = reader(text)
+        except ValueError:
+            raise UsageError(f"{address}: {key}={text} is not understood; expected {expected}") from None
+    return Options(**values)  # type: ignore[arg-type]
+
+
+def _split(text: str) -> str:
+    if text not in SPLITS:
+        raise ValueError
+    return text
+
+
+def _classes(text: str) -> frozenset[int]:
+    chosen: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        chosen |= set(range(_whole(first), _whole(last if dash else first) + 1))
+    if not chosen:
+        raise ValueError
+    return frozenset(chosen)
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if _whole(text) == 0:
+        raise ValueError
+    return int(text)
+
+
+def _size(text: str) -> tuple[int, int]:
+    height, cross, width = text.partition("x")
+    return _positive(height), _positive(width if cross else height)
+
+
+def _channels(text: str) -> int:
+    if text not in ("1", "3"):
+        raise ValueError
+    return int(text)
+
+
+def _degrees(text: str) -> float:
+    if not math.isfinite(float(text)):
+        raise ValueError
+    return float(text)
+
+
+_READERS: dict[str, tuple[Callable[[str], object], str]] = {
+    "split": (_split, "train or test"),
+    "classes": (_classes, "labels such as 0-4 or 0,2,7-9"),
+    "limit": (_positive, "a number of samples, at least 1"),
+    "size": (_size, "pixels such as 28 or 224x320 (height x width)"),
+    "channels": (_channels, "1 (grey) or 3 (colour)"),
+    "rotate": (_degrees, "degrees such as 30 or -12.5"),
+    "permute": (_whole, "a seed, a whole number from 0"),
+}

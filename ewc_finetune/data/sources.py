@@ -1,0 +1,182 @@
+"""Kinds of data by name, and how a data spec becomes a domain."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from ewc_finetune.address import Address, parse, suggest
+from ewc_finetune.choices import Split
+from ewc_finetune.data.domain import Domain, as_domain
+from ewc_finetune.data.options import Options, read_options
+from ewc_finetune.errors import DataError, UsageError
+
+ENVIRONMENT = "EWC_FT_DATA"
+
+
+def load_domain(spec: str, default_split: Split, data_dir: str | Path | None = None) -> Domain:
+    """Load the data that a spec names.
+
+    Args:
+        spec: Such as `mnist`, `digits?rotate=90`, `imagefolder:photos/?size=64&limit=1000`.
+        default_split: The split, where the spec doesn't say.
+        data_dir: Where downloads lie or go; else the environment's EWC_FT_DATA, else `~/.cache/ewc-finetune/data`.
+
+    Raises:
+        UsageError: if the spec is not understood.
+        DataError: if the data is not there, or nothing is left of it.
+    """
+    address = parse(spec)
+    options = read_options(address)
+    kind, colon, place = address.head.partition(":")
+    split: Split = options.split or default_split  # type: ignore[assignment]
+    folder = Path(data_dir or os.environ.get(ENVIRONMENT) or Path.home() / ".cache" / "ewc-finetune" / "data")
+    if kind == "imagefolder":
+        if not place:
+            raise UsageError(f"{spec}: name the folder, as in imagefolder:photos/?size=64")
+        domain = _image_folder(address, Path(place).expanduser(), split, options)
+    elif kind in _IN_MEMORY and not colon:
+        images, labels, classes = _IN_MEMORY[kind](split, folder)
+        domain = Domain(str(address), TensorDataset(images, labels), classes, labels, split)
+    else:
+        raise UsageError(f"{spec}: no data is called {kind!r}. {suggest(kind, [*_IN_MEMORY, 'imagefolder:PATH'])}")
+    return _select(domain, options)
+
+
+def resolve_domain(data: object, default_split: Split, data_dir: str | Path | None = None) -> Domain:
+    """Make a domain of a data spec (`load_domain`), or of a dataset or loader (`as_domain`)."""
+    return load_domain(data, default_split, data_dir) if isinstance(data, str) else as_domain(data)
+
+
+def _select(domain: Domain, options: Options) -> Domain:
+    if domain.labels is None:
+        raise DataError(f"{domain.name} has no labels")
+    kept = options.keep(domain.labels)
+    if not len(kept):
+        present = ", ".join(map(str, sorted(set(domain.labels.tolist()))))
+        raise DataError(f"{domain.name}: nothing is left; its labels are {present or 'none: there are no samples'}")
+    if len(kept) < len(domain.labels):
+        domain = domain.subset(kept.tolist())
+    if not options.changes_images or not isinstance(domain.samples, TensorDataset):
+        return domain
+    images, labels = domain.samples.tensors
+    changed = torch.cat([options.apply(part) for part in torch.split(images, 4096)])
+    return Domain(domain.name, TensorDataset(changed, labels), domain.classes, labels, domain.split)
+
+
+InMemory = tuple[Tensor, Tensor, tuple[str, ...]]
+
+
+def _torchvision(name: str) -> Callable[[Split, Path], InMemory]:
+    def load(split: Split, folder: Path) -> InMemory:
+        from torchvision import datasets
+
+        kind = getattr(datasets, name)
+        train = split == "train"
+        try:
+            # torchvision prints as it downloads; stdout is for --json.
+            with contextlib.redirect_stdout(sys.stderr):
+                try:
+                    data = kind(folder, train=train, download=False)
+                except RuntimeError:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    data = kind(folder, train=train, download=True)
+        except Exception as error:
+            raise DataError(
+                f"{name} is not in {folder}, or not whole, and could not be downloaded there "
+                f"({type(error).__name__}: {str(error).partition(chr(10))[0]}). Put torchvision's files into that "
+                f"folder, or name the one that has them with --data-dir or {ENVIRONMENT}"
+            ) from error
+        images = torch.as_tensor(data.data)
+        # (N, H, W) is grey; (N, H, W, C) becomes (N, C, H, W).
+        images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
+        return images, torch.as_tensor(data.targets, dtype=torch.long), tuple(data.classes)
+
+    return load
+
+
+def _digits(split: Split, folder: Path) -> InMemory:
+    """The 1,797 digits of 8 by 8 pixels that scikit-learn carries, in a fixed split of 4 to 1."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise DataError("the digits come with scikit-learn; install it: pip install 'ewc-finetune[digits]'") from None
+    found: Any = load_digits()
+    order = torch.randperm(len(found.images), generator=torch.Generator().manual_seed(0))
+    chosen = order[len(order) // 5 :] if split == "train" else order[: len(order) // 5]
+    images = torch.as_tensor(found.images, dtype=torch.float32)[chosen, None] / 16
+    return (
+        images,
+        torch.as_tensor(found.target, dtype=torch.long)[chosen],
+        tuple(map(str, found.target_names)),
+    )
+
+
+_IN_MEMORY: dict[str, Callable[[Split, Path], InMemory]] = {
+    "mnist": _torchvision("MNIST"),
+    "fmnist": _torchvision("FashionMNIST"),
+    "kmnist": _torchvision("KMNIST"),
+    "cifar10": _torchvision("CIFAR10"),
+    "digits": _digits,
+}
+
+
+class _Images(Dataset[tuple[Tensor, int]]):
+    """Image files, decoded when asked for: uint8 tensors of shape `(channels, height, width)`."""
+
+    def __init__(self, files: list[tuple[str, int]], options: Options) -> None:
+        self.files = files
+        self.options = options
+        self.shape: tuple[int, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        from PIL import Image, UnidentifiedImageError
+        from torchvision.transforms.v2.functional import pil_to_tensor
+
+        path, label = self.files[index]
+        try:
+            with Image.open(path) as picture:
+                image = pil_to_tensor(picture.convert("RGB"))
+        except (UnidentifiedImageError, OSError) as error:
+            raise DataError(f"{path} cannot be read as an image ({error}). Repair it or take it out") from error
+        image = self.options.apply(image)
+        self.shape = self.shape or tuple(image.shape)
+        if tuple(image.shape) != self.shape:
+            raise DataError(
+                f"{path} has shape {tuple(image.shape)} and the images before it {self.shape}; "
+                "make them alike with ?size=PIXELS"
+            )
+        return image, label
+
+
+def _image_folder(address: Address, root: Path, split: Split, options: Options) -> Domain:
+    """A folder with a folder of images for each class, by itself or under `train/` and `test/`."""
+    from torchvision.datasets import ImageFolder
+
+    if not root.is_dir():
+        raise DataError(f"there is no folder {root}, which {address} names")
+    has_splits = any((root / name).is_dir() for name in ("train", "test"))
+    folder = root / split if has_splits else root
+    if not folder.is_dir():
+        raise DataError(f"{address}: there is no folder {folder}")
+    if options.split and not has_splits:
+        raise DataError(f"{address}: {root} has no folders train/ and test/, so it has no splits to choose from")
+    try:
+        found = ImageFolder(folder)
+    except FileNotFoundError as error:
+        reason = str(error).partition("\n")[0]
+        raise DataError(f"{folder}: {reason}. Expected a folder for each class, with images in it") from error
+    labels = torch.tensor(found.targets, dtype=torch.long)
+    samples = _Images(found.samples, options)
+    return Domain(str(address), samples, tuple(found.classes), labels, split if has_splits else None)

@@ -1,0 +1,48 @@
+"""Choosing the device to compute on, and borrowing its random state."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ewc_finetune.errors import DeviceError
+
+
+def choose_device(name: str | torch.device) -> torch.device:
+    """Turn a name into a device; `auto` is the first there is of cuda, mps, cpu.
+
+    Raises:
+        DeviceError: if the device is not there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("--device cuda: this torch finds no CUDA device. Use --device cpu, or auto")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise DeviceError("--device mps: this torch finds no Apple GPU. Use --device cpu, or auto")
+    return device
+
+
+@contextlib.contextmanager
+def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Have the model on the device inside the block, and back where it was after it."""
+    home = next((p.device for p in model.parameters()), device)
+    model.to(device)
+    try:
+        yield
+    finally:
+        model.to(home)
+
+
+@contextlib.contextmanager
+def random_state_kept(device: torch.device, seed: int | None = None) -> Iterator[None]:
+    """Put torch's global random state back after the block; inside it, start from `seed` if one is given."""
+    devices = [device] if device.type in ("cuda", "mps") else []
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield

@@ -1,0 +1,48 @@
+"""One tree of exceptions, each with the exit code that the command line ends with.
+
+A message says what is wrong, where, what was expected, and what to do about it.
+"""
+
+
+class EwcError(Exception):
+    """Anything this package refuses or cannot do; exit code 1."""
+
+    exit_code = 1
+
+
+class UsageError(EwcError):
+    """An argument that can never be right, whatever the files hold; exit code 2."""
+
+    exit_code = 2
+
+
+class CheckpointError(EwcError):
+    """A checkpoint that is missing, unsafe, damaged or not a checkpoint."""
+
+
+class ArchitectureError(EwcError):
+    """An architecture that cannot be found, built, or made to fit the weights."""
+
+
+class AnchorError(EwcError):
+    """An anchor file that is missing, damaged, of another format, or of no use."""
+
+
+class AnchorMismatchError(AnchorError):
+    """An anchor that does not fit the model, or anchors that do not fit each other."""
+
+
+class DataError(EwcError):
+    """Data that cannot be found or read, or that does not suit the model."""
+
+
+class NonFiniteError(EwcError):
+    """NaN or infinity in weights, outputs, Fisher or loss."""
+
+
+class DeviceError(EwcError):
+    """A device that is not there, or has no room."""
+
+
+class StorageError(EwcError):
+    """A file or folder that cannot be written: in the way, forbidden, or the disk is full."""

@@ -1,0 +1,55 @@
+"""Figures, drawn without any global state of matplotlib's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from ewc_finetune.files import atomic_write
+
+
+def draw_run(path: Path, history: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Draw a run: loss and penalty over the steps, accuracy on every domain over the epochs.
+
+    Args:
+        path: The PNG file to write.
+        history: The lines of `metrics.jsonl`.
+        title: One line above the figure.
+    """
+    steps = [line for line in history if "loss" in line]
+    scored = [line for line in history if "scores" in line]
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure.suptitle(title)
+    losses, accuracies = figure.subplots(1, 2)
+    losses.plot([line["step"] for line in steps], [line["loss"] for line in steps], label="task loss", color="C0")
+    if any(line["penalty"] for line in steps):
+        losses.plot([line["step"] for line in steps], [line["penalty"] for line in steps], label="penalty", color="C3")
+    losses.set(xlabel="step", ylabel="nats", title="Loss")
+    losses.set_ylim(bottom=0)
+    losses.legend(frameon=False)
+    for domain in scored[0]["scores"] if scored else ():
+        values = [100 * line["scores"][domain]["accuracy"] for line in scored]
+        (curve,) = accuracies.plot([line["epoch"] for line in scored], values, marker="o", label=domain)
+        accuracies.annotate(
+            f"{values[-1]:.1f}", (scored[-1]["epoch"], values[-1]), xytext=(6, -3), textcoords="offset points",
+            color=curve.get_color(), fontsize=9,
+        )  # fmt: skip
+    accuracies.set(xlabel="epoch (0: before)", ylabel="accuracy, %", title="Accuracy by domain", ylim=(0, 102))
+    accuracies.xaxis.get_major_locator().set_params(integer=True)
+    if scored:
+        accuracies.legend(frameon=False, loc="lower right")
+    for axes in (losses, accuracies):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+    save_figure(path, figure)
+
+
+def save_figure(path: Path, figure: Figure) -> None:
+    """Write a figure as PNG."""
+    with atomic_write(path) as temporary:
+        FigureCanvasAgg(figure)
+        figure.savefig(temporary, format="png", dpi=120)

@@ -1,0 +1,90 @@
+"""Writing files so that there is never half of one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from ewc_finetune.errors import StorageError
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; when the block succeeds, flush it to disk and rename it.
+
+    Whatever goes wrong, an interrupt included, the temporary file is removed and `path` keeps what it had.
+
+    Raises:
+        StorageError: if the folder is missing or not writable, or the disk is full.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with storage_errors(path):
+            # Made here, so that the file gets the user's ordinary permissions whoever writes into it.
+            os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+            yield temporary
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            _sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turn the operating system's refusal to write `path` into a `StorageError` that says why."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {_reason(error, path)}") from error
+
+
+def _reason(error: OSError, path: Path) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "the disk is full. Nothing was left behind; free some space and run the command again"
+    if error.errno == errno.ENOENT:
+        return f"the folder {path.parent} does not exist. Make it first, or choose another --output"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"no permission to write in {path.parent}. Choose another --output"
+    return error.strerror or str(error)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename itself survive a power cut, where the system can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def check_output(path: Path, overwrite: bool) -> None:
+    """Refuse an output path before the work is done rather than after it.
+
+    Raises:
+        StorageError: if `path` exists and `overwrite` is false, is a folder, or lies in no writable folder.
+    """
+    if path.is_dir():
+        raise StorageError(f"cannot write {path}: it is a folder. Name a file in it")
+    if path.exists() and not overwrite:
+        raise StorageError(f"{path} exists. Choose another --output, or replace it with --overwrite")
+    if not path.parent.is_dir():
+        raise StorageError(f"cannot write {path}: the folder {path.parent} does not exist. Make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise StorageError(f"cannot write {path}: no permission to write in {path.parent}")
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

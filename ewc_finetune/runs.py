@@ -1,0 +1,96 @@
+"""The run folder: `run.json`, `metrics.jsonl`, `figure.png`, and the last good state while a run is under way."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+
+from ewc_finetune._version import __version__
+from ewc_finetune.errors import StorageError
+from ewc_finetune.files import atomic_write, storage_errors
+
+
+class RunFolder:
+    """One run's folder, open from the run's start to its end.
+
+    Args:
+        path: Made here; its parent must exist.
+        overwrite: Whether a folder of an earlier run may be replaced.
+        options: Everything that the run was told, as JSON has it.
+
+    Raises:
+        StorageError: if there is such a folder already, or it can't be made.
+    """
+
+    def __init__(self, path: Path, overwrite: bool, options: Mapping[str, Any]) -> None:
+        self.path = path
+        self.last = path / "last.pt"
+        if overwrite and (path / "run.json").is_file():
+            shutil.rmtree(path)
+        with storage_errors(path):
+            try:
+                path.mkdir()
+            except FileExistsError:
+                raise StorageError(
+                    f"the run folder {path} exists ({_status(path)}). Choose another --output, or replace it with "
+                    "--overwrite"
+                ) from None
+            self._metrics = (path / "metrics.jsonl").open("w", encoding="utf-8")
+        self._document: dict[str, Any] = {
+            "status": "running",
+            "started": _now(),
+            "options": dict(options),
+            "versions": {
+                "ewc_finetune": __version__,
+                "torch": torch.__version__,
+                "torchvision": torchvision.__version__,
+                "python": platform.python_version(),
+            },
+            "platform": platform.platform(),
+        }
+        self.update()
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Append one line to `metrics.jsonl`."""
+        with storage_errors(self.path / "metrics.jsonl"):
+            self._metrics.write(json.dumps(line) + "\n")
+            self._metrics.flush()
+
+    def update(self, **values: Any) -> None:
+        """Write `run.json` again, with these values in it."""
+        self._document |= values
+        with atomic_write(self.path / "run.json") as temporary:
+            temporary.write_text(json.dumps(self._document, indent=2) + "\n", encoding="utf-8")
+
+    def finish(self, **results: Any) -> None:
+        """Record that the run is done; its intermediate state is no longer needed."""
+        self._metrics.close()
+        self.update(status="finished", ended=_now(), **results)
+        self.last.unlink(missing_ok=True)
+
+    def stop(self, status: str) -> None:
+        """Record why the run ended early, if an epoch's state is worth keeping; else leave no folder behind."""
+        self._metrics.close()
+        if self.last.exists():
+            self.update(status=status, ended=_now())
+        else:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _status(path: Path) -> str:
+    try:
+        return f"status: {json.loads((path / 'run.json').read_text(encoding='utf-8'))['status']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "not a run of ewc-ft"
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,213 @@
+"""`consolidate`: from a trained checkpoint and its data to an anchor."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ewc_finetune._version import __version__
+from ewc_finetune.address import parse, suggest
+from ewc_finetune.anchor import Anchor, Provenance, cpu_copy, validate
+from ewc_finetune.checkpoint.opening import open_model
+from ewc_finetune.choices import Estimator, LikelihoodName
+from ewc_finetune.curvature.diagonal import diagonal_fisher
+from ewc_finetune.data.domain import Batch, Domain, Fingerprint
+from ewc_finetune.data.layout import Layout, dtype_of
+from ewc_finetune.data.sources import resolve_domain
+from ewc_finetune.devices import choose_device, on_device
+from ewc_finetune.errors import UsageError
+from ewc_finetune.files import check_output
+from ewc_finetune.likelihood import get_likelihood
+from ewc_finetune.modes import normalisation_layers
+from ewc_finetune.progress import Progress, Silent
+from ewc_finetune.verbs.prepare import prepare
+
+
+def consolidate(
+    model: str | Path | nn.Module,
+    data: Any,
+    *,
+    architecture: str | None = None,
+    name: str | None = None,
+    estimator: Estimator = "exact",
+    samples: int | None = None,
+    batch_size: int = 200,
+    likelihood: LikelihoodName = "categorical",
+    exclude: Sequence[str] = (),
+    device: str = "auto",
+    seed: int = 0,
+    data_dir: str | Path | None = None,
+    output: str | Path | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Anchor:
+    """Compute the diagonal Fisher of a trained model on its data, and make an anchor of both.
+
+    The model is left exactly as it was. The same seed on the same machine gives the same bytes.
+
+    Args:
+        model: A module or a checkpoint file.
+        data: The data it was trained on: a data spec (its train split unless it says), dataset or loader.
+        architecture: What to build for a checkpoint that doesn't carry it; recorded in the anchor.
+        name: What to call the domain; the kind of data unless given.
+        estimator: Whose labels the Fisher uses; `exact` is the expectation over the model's own predictions.
+        samples: Use a random subset of so many (the first so many of a loader's); all unless given.
+        batch_size: Samples at once; matters to the result for `batched` alone.
+        likelihood: How outputs become log p(y | x).
+        exclude: Patterns (`head.*`) of parameters to leave free.
+        device: `auto`, `cpu`, `cuda` or `mps`.
+        seed: Of the subset and of the labels of `sampled`.
+        data_dir: Where downloaded data lies.
+        output: File to save the anchor to; not saved unless given.
+        overwrite: Whether an existing file may be replaced.
+        progress: Told what happens.
+
+    Returns:
+        The anchor, on the CPU.
+
+    Raises:
+        EwcError: naming what is wrong with the model, the data, an option or the file.
+    """
+    progress = progress or Silent()
+    if output is not None:
+        check_output(Path(output), overwrite)
+    if samples is not None and samples < 1:
+        raise UsageError(f"samples is {samples}; expected at least 1")
+    if batch_size < 1:
+        raise UsageError(f"batch size is {batch_size}; expected at least 1")
+    opened = open_model(model, architecture)
+    domain = resolve_domain(data, "train", data_dir)
+    rule = get_likelihood(likelihood)
+    excluded = _excluded(opened.model, exclude)
+    where = choose_device(device)
+    fingerprint = Fingerprint()
+    with on_device(opened.model, where):
+        layout = prepare(opened.model, domain, rule, where, opened.record.input, progress)
+        with progress.bar(f"Fisher ({estimator})", _count(domain, samples), "sample") as bar:
+            found = diagonal_fisher(
+                opened.model,
+                _watched(
+                    _subset(domain, samples, seed),
+                    layout,
+                    opened.model,
+                    batch_size,
+                    samples,
+                    where,
+                    fingerprint,
+                ),
+                rule,
+                estimator,
+                parameters={n: p for n, p in opened.model.named_parameters() if n not in excluded},
+                generator=torch.Generator().manual_seed(seed),
+                bar=bar,
+            )
+        progress.note(found.path)
+        provenance = Provenance(
+            name=name or parse(domain.name).head.partition(":")[0],
+            created=_created(),
+            versions={"ewc_finetune": __version__, "torch": torch.__version__},
+            checkpoint={
+                "file": opened.file,
+                "sha256": opened.sha256,
+                "format": opened.format,
+                "architecture": opened.record.architecture,
+            },
+            data={
+                "spec": domain.name,
+                "split": domain.split,
+                "size": domain.size,
+                "fingerprint": fingerprint.hexdigest(),
+            },
+            likelihood=likelihood,
+            estimator=estimator,
+            samples=found.samples,
+            batch_size=batch_size,
+            seed=seed,
+            excluded=excluded,
+            normalisation={"statistics": "frozen", "layers": list(normalisation_layers(opened.model))},
+            lineage=opened.record.lineage,
+            scores=found.scores,
+            input=layout.to_json(),
+            classes=opened.record.classes or (None if domain.classes is None else list(domain.classes)),
+        )
+        anchor = Anchor(
+            weights=cpu_copy(dict(opened.model.named_parameters())),
+            fisher={n: value.float().cpu() for n, value in found.values.items()},
+            buffers=cpu_copy(_persistent_buffers(opened.model)),
+            provenance=provenance,
+        )
+    validate(anchor)
+    return anchor if output is None else anchor.save(output)
+
+
+def default_output(model: str | Path) -> Path:
+    """Return where the anchor of a checkpoint file goes: beside it, `model.pt` to `model.anchor.safetensors`."""
+    return Path(model).with_suffix(".anchor.safetensors")
+
+
+def _excluded(model: nn.Module, patterns: Sequence[str]) -> dict[str, str]:
+    """Return the parameters without curvature, each with the reason."""
+    names = [name for name, _ in model.named_parameters()]
+    excluded = {name: "frozen (requires_grad is false)" for name, p in model.named_parameters() if not p.requires_grad}
+    for pattern in patterns:
+        matching = fnmatch.filter(names, pattern)
+        if not matching:
+            raise UsageError(f"--exclude {pattern} matches no parameter. {suggest(pattern, names)}")
+        excluded |= dict.fromkeys(matching, f"--exclude {pattern}")
+    if len(excluded) == len(names):
+        raise UsageError("no parameter is left to compute a Fisher for: all are frozen or excluded")
+    return excluded
+
+
+def _subset(domain: Domain, samples: int | None, seed: int) -> Domain:
+    """Choose a random subset where samples can be chosen; in the order of the data, so that files are read in turn."""
+    if samples is None or not domain.indexable or domain.size is None or samples >= domain.size:
+        return domain
+    order = torch.randperm(domain.size, generator=torch.Generator().manual_seed(seed))
+    return domain.subset(order[:samples].sort().values.tolist())
+
+
+def _count(domain: Domain, samples: int | None) -> int | None:
+    return min((count for count in (domain.size, samples) if count is not None), default=None)
+
+
+def _watched(
+    domain: Domain,
+    layout: Layout,
+    model: nn.Module,
+    batch_size: int,
+    samples: int | None,
+    device: torch.device,
+    fingerprint: Fingerprint,
+) -> Iterator[Batch]:
+    """Feed the domain to the model, taking the fingerprint of what passes, up to the given number of samples."""
+    left = samples
+    for inputs, labels in domain.batches(batch_size):
+        kept = inputs[:left]
+        kept_labels = None if labels is None else labels[:left]
+        fingerprint.update(kept, kept_labels)
+        presented = layout.present(kept.to(device), dtype_of(model))
+        yield presented, None if kept_labels is None else kept_labels.to(device)
+        if left is not None:
+            left -= len(kept)
+            if left == 0:
+                return
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that a state dict has: parameters and temporary buffers are not among them."""
+    saved = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def _created() -> str | None:
+    """Return the time in SOURCE_DATE_EPOCH; no clock without it, for the same input is to give the same bytes."""
+    epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
+    return datetime.fromtimestamp(int(epoch), timezone.utc).isoformat() if epoch.isdecimal() else None

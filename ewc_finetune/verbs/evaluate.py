@@ -1,0 +1,117 @@
+"""`evaluate`: how well a model does on a domain."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ewc_finetune.checkpoint.opening import open_model
+from ewc_finetune.choices import LikelihoodName
+from ewc_finetune.data.domain import Domain
+from ewc_finetune.data.layout import Layout, feed
+from ewc_finetune.data.sources import resolve_domain
+from ewc_finetune.devices import choose_device, on_device
+from ewc_finetune.errors import DataError, NonFiniteError
+from ewc_finetune.likelihood import Likelihood, get_likelihood
+from ewc_finetune.modes import evaluating
+from ewc_finetune.progress import Bar, Progress, Silent
+from ewc_finetune.verbs.prepare import prepare
+
+
+@dataclass(frozen=True)
+class Score:
+    """A model's score on one domain.
+
+    Attributes:
+        domain: The data spec.
+        samples: How many samples were scored.
+        loss: Mean negative log-likelihood, in nats.
+        accuracy: Share of samples that the model gets right, 0 to 1.
+    """
+
+    domain: str
+    samples: int
+    loss: float
+    accuracy: float
+
+
+def evaluate(
+    model: str | Path | nn.Module,
+    data: Any,
+    *,
+    architecture: str | None = None,
+    likelihood: LikelihoodName = "categorical",
+    batch_size: int = 500,
+    device: str = "auto",
+    data_dir: str | Path | None = None,
+    progress: Progress | None = None,
+) -> list[Score]:
+    """Score a model on one domain or several.
+
+    Args:
+        model: A module (left as it was), a checkpoint file, or an anchor file.
+        data: A data spec, dataset or loader, or a list of specs; specs mean their test split unless they say.
+        architecture: What to build for a checkpoint that doesn't carry it.
+        likelihood: How outputs become log p(y | x).
+        batch_size: Samples at once.
+        device: `auto`, `cpu`, `cuda` or `mps`.
+        data_dir: Where downloaded data lies.
+        progress: Told what happens.
+
+    Raises:
+        EwcError: naming what is wrong with the model or the data.
+    """
+    progress = progress or Silent()
+    opened = open_model(model, architecture)
+    where = choose_device(device)
+    rule = get_likelihood(likelihood)
+    several = isinstance(data, (list, tuple)) and all(isinstance(item, str) for item in data)
+    domains = [resolve_domain(item, "test", data_dir) for item in (data if several else [data])]
+    with on_device(opened.model, where):
+        layouts = [prepare(opened.model, d, rule, where, opened.record.input, progress) for d in domains]
+        scores = []
+        for domain, layout in zip(domains, layouts, strict=True):
+            with progress.bar(domain.name, domain.size, "sample") as bar:
+                scores.append(score(opened.model, domain, layout, rule, batch_size, where, bar))
+    return scores
+
+
+@torch.no_grad()
+def score(
+    model: nn.Module,
+    domain: Domain,
+    layout: Layout,
+    likelihood: Likelihood,
+    batch_size: int,
+    device: torch.device,
+    bar: Bar | None = None,
+) -> Score:
+    """Score the model on one domain, in eval mode; it is left in the mode it was in.
+
+    Raises:
+        DataError: if the domain has no labels, or labels that the model has no outputs for.
+        NonFiniteError: if the loss is not finite.
+    """
+    samples, loss, correct = 0, 0.0, 0
+    with evaluating(model):
+        for inputs, labels in feed(domain, layout, model, batch_size, device):
+            if labels is None:
+                raise DataError(f"{domain.name} has no labels, and a score needs them")
+            outputs = model(inputs)
+            if domain.labels is None:
+                likelihood.check_targets(labels, tuple(outputs.shape[1:]), domain.name)
+            loss += likelihood.loss(outputs, labels).item() * len(labels)
+            correct += int(likelihood.correct(outputs, labels))
+            samples += len(labels)
+            if bar is not None:
+                bar.advance(len(labels))
+    if samples == 0:
+        raise DataError(f"{domain.name} has no samples")
+    if not math.isfinite(loss):
+        raise NonFiniteError(f"{domain.name}: the model's loss is {loss}. Check its weights and the data's values")
+    return Score(domain.name, samples, loss / samples, correct / samples)

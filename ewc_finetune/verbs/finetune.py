@@ -1,0 +1,345 @@
+"""`finetune`: adapt a model to a new domain under the penalty of its anchors."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ewc_finetune.anchor import Anchor
+from ewc_finetune.checkpoint.architecture import FORMS, build, complete, looks_like_architecture
+from ewc_finetune.checkpoint.opening import Opened, open_checkpoint, open_model
+from ewc_finetune.checkpoint.state_dict import Record, from_anchor, save_checkpoint
+from ewc_finetune.choices import NormStats, OptimizerName
+from ewc_finetune.data.domain import Domain
+from ewc_finetune.data.layout import Layout
+from ewc_finetune.data.sources import resolve_domain
+from ewc_finetune.devices import choose_device, on_device, random_state_kept
+from ewc_finetune.errors import CheckpointError, DataError, StorageError, UsageError
+from ewc_finetune.figures import draw_run
+from ewc_finetune.files import check_output
+from ewc_finetune.likelihood import Likelihood, get_likelihood
+from ewc_finetune.modes import normalisation_layers
+from ewc_finetune.penalty import Penalty
+from ewc_finetune.progress import Progress, Silent
+from ewc_finetune.runs import RunFolder
+from ewc_finetune.stack import remarks, spread_lambdas
+from ewc_finetune.training import Schedule, train
+from ewc_finetune.verbs.evaluate import Score, score
+from ewc_finetune.verbs.prepare import prepare
+
+DEFAULT_LAMBDA = 100.0
+
+
+@dataclass(frozen=True)
+class Finetuned:
+    """What a fine-tune gave.
+
+    Attributes:
+        model: The adapted model; the caller's own where a module was passed.
+        before: Score on every evaluated domain before the first step.
+        after: The same after the last.
+        history: The lines of `metrics.jsonl`.
+        steps: Optimizer steps taken.
+        norm_stats: What was done with normalisation statistics.
+        output: The checkpoint file, where one was written.
+        run: The run folder, where one was written.
+    """
+
+    model: nn.Module
+    before: list[Score]
+    after: list[Score]
+    history: list[dict[str, Any]]
+    steps: int
+    norm_stats: NormStats
+    output: Path | None
+    run: Path | None
+
+
+def finetune(
+    model: str | Path | nn.Module | None,
+    data: Any,
+    *,
+    anchors: Anchor | str | Path | Sequence[Anchor | str | Path] = (),
+    lambdas: float | Sequence[float] = DEFAULT_LAMBDA,
+    architecture: str | None = None,
+    epochs: int = 4,
+    lr: float = 1e-4,
+    batch_size: int = 100,
+    optimizer: OptimizerName = "adam",
+    momentum: float = 0.9,
+    norm_stats: NormStats | None = None,
+    eval_on: Sequence[Any] | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    data_dir: str | Path | None = None,
+    output: str | Path | None = None,
+    overwrite: bool = False,
+    log_every: int = 50,
+    progress: Progress | None = None,
+) -> Finetuned:
+    """Adapt a model to a new domain, held by any number of anchors; without anchors, train it plainly.
+
+    The same seed on the same machine gives the same bytes.
+
+    Args:
+        model: A module (trained in place), a checkpoint file, or an architecture such as `mlp` (fresh weights).
+            None starts from the weights of the last anchor.
+        data: The new domain: a data spec (its train split unless it says), dataset or loader.
+        anchors: Anchors or their files, oldest first.
+        lambdas: Strength of the penalty, one for all or one for each anchor.
+        architecture: What to build for a checkpoint that doesn't carry it.
+        epochs: Walks through the data; 0 only evaluates and writes.
+        lr: Learning rate.
+        batch_size: Samples a step.
+        optimizer: `sgd`, `adam` or `adamw`.
+        momentum: Of `sgd` alone.
+        norm_stats: `frozen` keeps running statistics as they are, `update` lets them follow the new data. Unless
+            given: frozen, but update for fresh weights, whose statistics nothing has filled yet.
+        eval_on: Domains to score before, after each epoch and at the end (specs mean their test split unless they
+            say); the test split of `data` unless given, where it has one.
+        seed: Of fresh weights, the order of samples, and dropout.
+        device: `auto`, `cpu`, `cuda` or `mps`.
+        data_dir: Where downloaded data lies.
+        output: Checkpoint file to write; beside it goes the run folder, of the same name with `.run`.
+        overwrite: Whether these may be replaced.
+        log_every: Steps between two lines of the log.
+        progress: Told what happens.
+
+    Raises:
+        EwcError: naming what is wrong with the model, an anchor, the data, an option or a file. If the loss becomes
+            NaN, the last whole epoch's state is kept in the run folder as `last.pt`.
+    """
+    progress = progress or Silent()
+    _check_numbers(epochs=epochs, lr=lr, batch_size=batch_size, momentum=momentum, log_every=log_every)
+    given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
+    strengths = spread_lambdas(lambdas, len(given)) if given else []
+    output = None if output is None else Path(output)
+    if output is not None:
+        _check_output(output, overwrite, [model, *given])
+    stacked = [item if isinstance(item, Anchor) else Anchor.load(item) for item in given]
+    for remark in [r for anchor in stacked for r in anchor.remarks] + remarks(stacked):
+        progress.note(remark)
+    domain = resolve_domain(data, "train", data_dir)
+    start, fresh = _start(model, architecture, stacked, domain, seed)
+    policy: NormStats = norm_stats or ("update" if fresh else "frozen")
+    schedule = Schedule(epochs, lr, batch_size, optimizer, momentum, policy, log_every)
+    likelihood = get_likelihood(stacked[-1].provenance.likelihood if stacked else "categorical")
+    # A module that was passed in knows no layout of its own, but its anchors do.
+    recorded = start.record.input or (stacked[-1].provenance.input if stacked else {})
+    where = choose_device(device)
+    with on_device(start.model, where), random_state_kept(where, seed):
+        layout = prepare(start.model, domain, likelihood, where, recorded, progress)
+        watched = [
+            (watch, prepare(start.model, watch, likelihood, where, recorded, Silent()))
+            for watch in _watched(eval_on, data, domain, data_dir, progress)
+        ]
+        penalty = Penalty(start.model, stacked, strengths) if stacked else None
+        _say(progress, start, stacked, strengths, penalty, policy, fresh)
+        record = Record(
+            architecture=start.record.architecture,
+            input=layout.to_json(),
+            classes=start.record.classes or (None if domain.classes is None else list(domain.classes)),
+            lineage=_lineage(start.record, stacked, strengths),
+        )
+        folder = None
+        if output is not None:
+            options = {
+                "model": start.label,
+                "checkpoint": {"sha256": start.sha256, "architecture": start.record.architecture},
+                "anchors": [
+                    {"file": anchor.label, "sha256": anchor.digest, "lambda": strength}
+                    for anchor, strength in zip(stacked, strengths, strict=True)
+                ],
+                "data": domain.name,
+                "eval": [watch.name for watch, _ in watched],
+                "data_dir": None if data_dir is None else str(data_dir),
+                "input": layout.to_json(),
+                "likelihood": likelihood.name,
+                **asdict(schedule),
+                "seed": seed,
+                "device": str(where),
+                "output": str(output),
+            }
+            folder = RunFolder(output.with_suffix(".run"), overwrite, options)
+        journal = _Journal(start.model, watched, likelihood, where, record, folder, progress)
+        try:
+            before = journal.score(0, 0)
+            batches = domain.count_batches(batch_size)
+            with progress.bar(f"fine-tuning on {domain.name}", batches and batches * epochs, "step") as bar:
+                shuffle = torch.Generator().manual_seed(seed)
+                steps = train(start.model, domain, layout, likelihood, penalty, schedule, shuffle, bar, journal)
+            after = journal.scores
+            start.model.eval()
+            if output is not None and folder is not None:
+                draw_run(folder.path / "figure.png", journal.history, f"Fine-tuning on {domain.name}")
+                save_checkpoint(output, start.model, record)
+                folder.finish(steps=steps, before=[asdict(s) for s in before], after=[asdict(s) for s in after])
+        except BaseException as error:
+            journal.stop(error)
+            raise
+    run = None if folder is None else folder.path
+    return Finetuned(start.model, before, after, journal.history, steps, policy, output, run)
+
+
+class _Journal:
+    """Keeps what happens in a run: its log, the scores of the watched domains, the last good state."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        watched: Sequence[tuple[Domain, Layout]],
+        likelihood: Likelihood,
+        device: torch.device,
+        record: Record,
+        folder: RunFolder | None,
+        progress: Progress,
+    ) -> None:
+        self.model = model
+        self.watched = watched
+        self.likelihood = likelihood
+        self.device = device
+        self.record = record
+        self.folder = folder
+        self.progress = progress
+        self.history: list[dict[str, Any]] = []
+        self.scores: list[Score] = []
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Take one line of the log."""
+        self.history.append(line)
+        if self.folder is not None:
+            self.folder.log(line)
+
+    def score(self, epoch: int, step: int) -> list[Score]:
+        """Score every watched domain, now."""
+        self.scores = [
+            score(self.model, watch, layout, self.likelihood, 500, self.device) for watch, layout in self.watched
+        ]
+        self.log({"step": step, "epoch": epoch, "scores": {s.domain: asdict(s) for s in self.scores}})
+        if self.scores:
+            self.progress.note(f"epoch {epoch}: " + ", ".join(f"{s.domain} {s.accuracy:.4f}" for s in self.scores))
+        return self.scores
+
+    def epoch_done(self, epoch: int, step: int) -> None:
+        """Score the domains and keep the state, which is known to be good."""
+        self.score(epoch, step)
+        if self.folder is not None:
+            save_checkpoint(self.folder.last, self.model, self.record)
+
+    def stop(self, error: BaseException) -> None:
+        """Close a run that ends early, and say what is left of it."""
+        if self.folder is None:
+            return
+        self.folder.stop("interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error}")
+        if self.folder.last.exists():
+            self.progress.note(f"the state after the last whole epoch is kept: {self.folder.last}")
+
+
+def default_output(model: str | Path | None, anchors: Sequence[str | Path], data: str) -> Path:
+    """Return where the checkpoint goes: beside the newest anchor, else the model, named for it and the new data."""
+    source = Path(anchors[-1]) if anchors else Path(str(model).partition("?")[0].replace(":", "-"))
+    stem = re.sub(r"(\.anchor)?\.[^.]+$", "", source.name)
+    return source.with_name(f"{stem}-{re.sub(r'[^A-Za-z0-9]+', '-', data).strip('-')}.pt")
+
+
+def _check_numbers(epochs: int, lr: float, batch_size: int, momentum: float, log_every: int) -> None:
+    for name, value, least in (
+        ("epochs", epochs, 0),
+        ("batch size", batch_size, 1),
+        ("log every", log_every, 1),
+    ):
+        if value < least:
+            raise UsageError(f"{name} is {value}; expected at least {least}")
+    if not (math.isfinite(lr) and lr > 0):
+        raise UsageError(f"lr is {lr}; expected a finite number above 0")
+    if not 0 <= momentum < 1:
+        raise UsageError(f"momentum is {momentum}; expected 0 or above, and below 1")
+
+
+def _check_output(output: Path, overwrite: bool, sources: Sequence[object]) -> None:
+    for source in sources:
+        if isinstance(source, (str, Path)) and Path(source).exists() and output.resolve() == Path(source).resolve():
+            raise StorageError(f"the output {output} is one of the inputs; it would be lost. Choose another --output")
+    check_output(output, overwrite)
+
+
+def _start(
+    model: str | Path | nn.Module | None,
+    architecture: str | None,
+    anchors: Sequence[Anchor],
+    domain: Domain,
+    seed: int,
+) -> tuple[Opened, bool]:
+    """Open what the run starts from; also return whether its weights are fresh."""
+    if model is None:
+        if not anchors:
+            raise UsageError("there is nothing to start from; name --anchors, or a --model for plain training")
+        return open_checkpoint(from_anchor(anchors[-1]), architecture), False
+    if isinstance(model, nn.Module) or Path(model).exists():
+        return open_model(model, architecture), False
+    if not looks_like_architecture(str(model)):
+        raise CheckpointError(f"there is no checkpoint at {model}, and it names no architecture either: {FORMS}")
+    if architecture is not None:
+        raise UsageError(f"--model {model} is an architecture already; --arch says what a checkpoint file holds")
+    known = domain.classes if domain.labels is None else range(int(domain.labels.max()) + 1)
+    if domain.classes is not None:
+        known = domain.classes
+    if known is None:
+        raise DataError(f"{domain.name} doesn't say how many classes it has; build the model and pass it as a module")
+    text = complete(str(model), tuple(domain.first().shape[1:]), len(known))
+    with random_state_kept(torch.device("cpu"), seed):
+        return Opened(build(text, trusted=True), text, Record(architecture=text)), True
+
+
+def _watched(
+    eval_on: Sequence[Any] | None, data: Any, domain: Domain, data_dir: str | Path | None, progress: Progress
+) -> list[Domain]:
+    """Return the domains to score: those asked for, else the test split of the new domain."""
+    if eval_on is not None:
+        return [resolve_domain(item, "test", data_dir) for item in eval_on]
+    if isinstance(data, str) and domain.split is not None:
+        return [resolve_domain(data, "test", data_dir)]
+    progress.note(f"{domain.name} has no test split, so nothing is scored; name the domains to score with --eval")
+    return []
+
+
+def _lineage(record: Record, anchors: Sequence[Anchor], strengths: Sequence[float]) -> list[dict[str, Any]]:
+    """Return every anchor that has pulled on the new checkpoint: of its start, of its anchors, and these anchors."""
+    entries = [*record.lineage, *(entry for anchor in anchors for entry in anchor.provenance.lineage)]
+    entries += [
+        {"name": anchor.provenance.name, "sha256": anchor.digest, "lambda": strength}
+        for anchor, strength in zip(anchors, strengths, strict=True)
+        if strength > 0
+    ]
+    return [entry for index, entry in enumerate(entries) if entry not in entries[:index]]
+
+
+def _say(
+    progress: Progress,
+    start: Opened,
+    anchors: Sequence[Anchor],
+    strengths: Sequence[float],
+    penalty: Penalty | None,
+    policy: NormStats,
+    fresh: bool,
+) -> None:
+    """Tell the user what the run assumes."""
+    progress.note(f"starting from {'fresh weights of ' if fresh else ''}{start.label}")
+    for anchor, strength in zip(anchors, strengths, strict=True):
+        origin = anchor.provenance
+        progress.note(
+            f"held by {anchor.label}: {origin.name}, {origin.estimator} Fisher of {origin.samples} samples, "
+            f"lambda {strength:g}"
+        )
+    if penalty is not None and penalty.free:
+        progress.note(f"free, since no anchor holds them: {', '.join(penalty.free)}")
+    layers = normalisation_layers(start.model)
+    if layers:
+        progress.note(f"normalisation statistics of {len(layers)} layers: {policy}")
