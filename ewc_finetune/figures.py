@@ -25,13 +25,17 @@ def draw_run(path: Path, history: Sequence[Mapping[str, Any]], title: str) -> No
     figure = Figure(figsize=(10, 4), layout="constrained")
     figure.suptitle(title)
     losses, accuracies = figure.subplots(1, 2)
-    losses.plot([line["step"] for line in steps], [line["loss"] for line in steps], label="task loss", color="C0")
+    marker = "o" if len(steps) < 20 else ""
+    at = [line["step"] for line in steps]
+    losses.plot(at, [line["loss"] for line in steps], marker=marker, label="task loss", color="C0")
     if any(line["penalty"] for line in steps):
-        losses.plot([line["step"] for line in steps], [line["penalty"] for line in steps], label="penalty", color="C3")
+        losses.plot(at, [line["penalty"] for line in steps], marker=marker, label="penalty", color="C3")
     losses.set(xlabel="step", ylabel="nats", title="Loss")
     losses.set_ylim(bottom=0)
-    losses.legend(frameon=False)
-    for domain in scored[0]["scores"] if scored else ():
+    if steps:
+        losses.legend(frameon=False)
+    domains = list(scored[0]["scores"]) if scored else []
+    for domain in domains:
         values = [100 * line["scores"][domain]["accuracy"] for line in scored]
         (curve,) = accuracies.plot([line["epoch"] for line in scored], values, marker="o", label=domain)
         accuracies.annotate(
@@ -40,7 +44,7 @@ def draw_run(path: Path, history: Sequence[Mapping[str, Any]], title: str) -> No
         )  # fmt: skip
     accuracies.set(xlabel="epoch (0: before)", ylabel="accuracy, %", title="Accuracy by domain", ylim=(0, 102))
     accuracies.xaxis.get_major_locator().set_params(integer=True)
-    if scored:
+    if domains:
         accuracies.legend(frameon=False, loc="lower right")
     for axes in (losses, accuracies):
         axes.spines[["top", "right"]].set_visible(False)

@@ -55,7 +55,7 @@ class Penalty:
         Call it once for each optimizer step, after the backward pass; no graph is made.
         """
         if not self._parameters:
-            return
+            return  # every lambda is zero; torch's fused calls refuse empty lists
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -66,6 +66,8 @@ class Penalty:
     @torch.no_grad()
     def value(self) -> float:
         """Return the penalty, summed in float64 (float32 on mps), the constant of a stack included."""
+        if not self._parameters:
+            return self._constant
         total = self._constant
         for difference, curvature in zip(self._differences(), self._curvature, strict=True):
             wide = difference.dtype if difference.device.type == "mps" else torch.float64

@@ -29,7 +29,7 @@ class Schedule:
         optimizer: `sgd` (with `momentum`), `adam` or `adamw`; otherwise torch's defaults.
         momentum: Of `sgd` alone.
         norm_stats: Whether normalisation statistics stay as they are or follow the new data.
-        log_every: Steps between two lines of the log.
+        log_every: Steps between two lines of the log; the first step has one too.
     """
 
     epochs: int
@@ -106,7 +106,7 @@ def train(
             optimizer.step()
             step += 1
             recent.append(loss.detach())
-            if step % schedule.log_every == 0:
+            if step == 1 or step % schedule.log_every == 0:
                 _report(recent, step, epoch, penalty, bar, journal)
         if recent:
             _report(recent, step, epoch, penalty, bar, journal)

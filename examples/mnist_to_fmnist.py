@@ -1,0 +1,185 @@
+"""A network that knows MNIST learns Fashion-MNIST: the published notebook experiment, with a right Fisher and its own.
+
+The network is 784-256-128-10 with batch norm after each hidden layer, trained with Adam 1e-4, batch 100, 4 epochs on
+MNIST and then 4 on Fashion-MNIST. A public notebook made this the best known EWC experiment in PyTorch; its Fisher
+indexes an N by N matrix where it means N entries, squares the mean over the batch, and sees 200 samples. Here each
+estimator gets its own range of lambdas, and what is compared is the frontier: the score kept on MNIST against the
+score reached on Fashion-MNIST.
+
+    python examples/mnist_to_fmnist.py                      about 12 minutes on two cores
+    python examples/mnist_to_fmnist.py --quick              a few seconds, to see that it runs
+
+Writes frontier.png, frontier.csv and frontier.md to --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import csv
+import dataclasses
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+import ewc_finetune as ewc
+from ewc_finetune.data.sources import load_domain
+from ewc_finetune.models import MLP
+
+NONE, UPDATING = "none", "none, statistics updating"
+EXACT, BATCHED, NOTEBOOK = "exact Fisher", "batched", "the notebook's, as written"
+LAMBDAS = {
+    EXACT: (10, 30, 50, 80, 100, 150, 200, 300, 1000, 3000),
+    BATCHED: (1e4, 1e5, 1e6, 1e7, 1e8),
+    NOTEBOOK: (1e3, 1e4, 1e5),
+}
+# What the notebook reports: (lambda, MNIST, Fashion-MNIST).
+PUBLISHED = ((0, 0.281, 0.862), (1e3, 0.859, 0.857), (1e4, 0.939, 0.847), (1e5, 0.966, 0.839))
+
+
+class Point(NamedTuple):
+    """One penalty on the frontier, one seed."""
+
+    penalty: str
+    strength: float
+    seed: int
+    retention: float
+    plasticity: float
+
+
+def main() -> None:
+    options = parse_arguments()
+    points = []
+    for seed in range(options.seeds):
+        for point in run_seed(seed, options):
+            print(f"seed {seed}: {point.penalty}, lambda {point.strength:g}: ", end="")
+            print(f"MNIST {point.retention:.3f}, Fashion-MNIST {point.plasticity:.3f}", flush=True)
+            points.append(point)
+    options.output.mkdir(parents=True, exist_ok=True)
+    with (options.output / "frontier.csv").open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([Point._fields, *points])
+    table = make_table(points)
+    (options.output / "frontier.md").write_text(table)
+    draw(points, options.output / "frontier.png")
+    print(f"\n{table}\nWritten to {options.output}: frontier.png, frontier.csv, frontier.md")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3, help="networks trained, means over them (3)")
+    parser.add_argument("--samples", type=int, default=10_000, help="samples of the exact Fisher (10,000)")
+    parser.add_argument("--data-dir", type=Path, help="where MNIST and FashionMNIST lie (default: $EWC_FT_DATA)")
+    parser.add_argument("--output", type=Path, default=Path("mnist_to_fmnist"), help="folder for table and figure")
+    parser.add_argument("--quick", action="store_true", help="little data, one seed: shows that it runs, no result")
+    options = parser.parse_args()
+    if options.quick:
+        options.seeds, options.samples = 1, 50
+    return options
+
+
+def run_seed(seed: int, options: argparse.Namespace) -> Iterator[Point]:
+    """Train on MNIST, then adapt to Fashion-MNIST under each penalty."""
+    limit, epochs = ("?limit=500", 1) if options.quick else ("", 4)
+    mnist, fmnist = f"mnist{limit}", f"fmnist{limit}"
+    common = {"seed": seed, "epochs": epochs, "data_dir": options.data_dir}
+
+    torch.manual_seed(seed)
+    start = MLP(784, (256, 128), 10)
+    ewc.finetune(start, mnist, norm_stats="update", eval_on=[], **common)
+
+    def adapt(name: str, strength: float, anchor: ewc.Anchor | None, norm_stats: str = "frozen") -> Point:
+        done = ewc.finetune(
+            copy.deepcopy(start),
+            fmnist,
+            anchors=[] if anchor is None else anchor,
+            lambdas=strength,
+            norm_stats=norm_stats,
+            eval_on=[mnist, fmnist],
+            **common,
+        )
+        retention, plasticity = (score.accuracy for score in done.after)
+        return Point(name, strength, seed, retention, plasticity)
+
+    yield adapt(NONE, 0, None)
+    yield adapt(UPDATING, 0, None, "update")
+    anchors = make_anchors(start, mnist, seed, options)
+    for name, anchor in anchors.items():
+        for strength in LAMBDAS[name]:
+            yield adapt(name, strength, anchor)
+
+
+def make_anchors(model: nn.Module, data: str, seed: int, options: argparse.Namespace) -> dict[str, ewc.Anchor]:
+    """Consolidate one network with each estimator."""
+    common = {"seed": seed, "data_dir": options.data_dir}
+    exact = ewc.consolidate(model, data, samples=options.samples, **common)
+    batched = ewc.consolidate(model, data, estimator="batched", samples=200, batch_size=200, **common)
+    inputs, labels = load_domain(data, "train", options.data_dir).samples.tensors
+    fisher = notebook_fisher(model, inputs[:200].flatten(1) / 255, labels[:200])
+    notebook = dataclasses.replace(exact, fisher=fisher)
+    return {EXACT: exact, BATCHED: batched, NOTEBOOK: notebook}
+
+
+def notebook_fisher(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The notebook's estimate, errors included: `[:, labels]` is N by N, and what is squared is the mean of it all."""
+    likelihoods = []
+    for x, y in zip(inputs.split(100), labels.split(100), strict=True):
+        likelihoods.append(model(x).log_softmax(dim=1)[:, y])
+    gradients = torch.autograd.grad(torch.cat(likelihoods).mean(), list(model.parameters()))
+    return {name: g.square() for (name, _), g in zip(model.named_parameters(), gradients, strict=True)}
+
+
+def make_table(points: list[Point]) -> str:
+    """Means over the seeds, as Markdown, beside what the notebook reports."""
+    rows = ["| penalty | lambda | MNIST | Fashion-MNIST | mean of both |", "|---|---|---|---|---|"]
+    published = [Point("published in the notebook", *(float(p[0]), 0, p[1], p[2])) for p in PUBLISHED]
+    for (name, strength), group in grouped([*published, *points]).items():
+        kept, learned = (statistics.mean(p[field] for p in group) for field in (3, 4))
+        rows.append(f"| {name} | {strength:g} | {kept:.3f} | {learned:.3f} | {(kept + learned) / 2:.3f} |")
+    return "\n".join(rows) + "\n"
+
+
+def grouped(points: list[Point]) -> dict[tuple[str, float], list[Point]]:
+    """The seeds of each penalty and lambda, in the order of the first."""
+    groups: dict[tuple[str, float], list[Point]] = {}
+    for point in points:
+        groups.setdefault((point.penalty, point.strength), []).append(point)
+    return groups
+
+
+def draw(points: list[Point], path: Path) -> None:
+    """Draw the frontier: a curve for each estimator over its lambdas, means over seeds, each seed as a faint dot."""
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    axes = figure.subplots()
+    styles = {EXACT: ("C0", "o"), NOTEBOOK: ("C3", "s"), BATCHED: ("C1", "^"), NONE: ("0.3", "X")}
+    groups = grouped(points)
+    for name, (color, marker) in styles.items():
+        mine = {strength: group for (penalty, strength), group in groups.items() if penalty == name}
+        means = [[100 * statistics.mean(p[f] for p in group) for group in mine.values()] for f in (3, 4)]
+        axes.plot(*means, marker=marker, color=color, label=f"{name} (ewc-ft)" if name != NONE else "no penalty")
+        every = [p for group in mine.values() for p in group]
+        axes.scatter(
+            [100 * p.retention for p in every], [100 * p.plasticity for p in every], s=8, color=color, alpha=0.3
+        )
+        for strength, x, y in zip(mine, *means, strict=True):
+            if name != NONE:
+                axes.annotate(f"{strength:g}", (x, y), xytext=(4, 5), textcoords="offset points", fontsize=8, color=color)
+    published = [(100 * kept, 100 * learned) for _, kept, learned in PUBLISHED]
+    axes.plot(*zip(*published, strict=True), "--", marker="s", mfc="white", color="C3", alpha=0.6, label="notebook, as published")
+    axes.set(
+        xlabel="retention: accuracy on MNIST, %",
+        ylabel="plasticity: accuracy on Fashion-MNIST, %",
+        title="MNIST, then Fashion-MNIST: what is kept against what is learned (number: lambda)",
+    )
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower left")
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

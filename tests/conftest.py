@@ -1,0 +1,71 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from ewc_finetune.cli import main
+
+
+@pytest.fixture(scope="session")
+def data_dir():
+    """The folder with the real MNIST and Fashion-MNIST, or a skip."""
+    folder = Path(os.environ.get("EWC_FT_DATA", ""))
+    if not (folder / "MNIST" / "raw").is_dir() or not (folder / "FashionMNIST" / "raw").is_dir():
+        pytest.skip("EWC_FT_DATA names no folder with MNIST and FashionMNIST")
+    return folder
+
+
+@pytest.fixture
+def ewc_ft(tmp_path, monkeypatch):
+    """Run a command line in a folder of its own, as a user would."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments, expect=0):
+        result = CliRunner().invoke(main, [str(a) for a in arguments])
+        assert result.exit_code == expect, result.output
+        return result
+
+    return run
+
+
+class Small(nn.Module):
+    """A little of everything that a classifier may have: 4 numbers in, 3 classes out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.drop = nn.Dropout(0.5)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(self.drop(self.norm(self.first(x)).tanh()))
+
+
+def trained(model, dtype=torch.float64, seed=0):
+    """Give a model weights and statistics that look lived in."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.is_floating_point():
+            tensor.data = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_var"):
+            buffer.data = buffer.data.abs() + 0.5
+    return model.to(dtype).eval()
+
+
+@pytest.fixture
+def small():
+    return trained(Small())
+
+
+@pytest.fixture
+def samples():
+    """Fifteen samples for `Small`, float64."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(15, 4, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, torch.randint(0, 3, (15,), generator=generator))

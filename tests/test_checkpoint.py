@@ -1,0 +1,264 @@
+import io
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from ewc_finetune.checkpoint.architecture import build, complete, looks_like_architecture
+from ewc_finetune.checkpoint.opening import open_model
+from ewc_finetune.checkpoint.state_dict import Record, build_model, load_checkpoint, save_checkpoint
+from ewc_finetune.errors import ArchitectureError, CheckpointError, NonFiniteError, UsageError
+from ewc_finetune.models import CNN, MLP
+
+TINY = "mlp?in_features=3&hidden=4&num_classes=2"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def save_tiny(path, record=None, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = MLP(3, 4, 2).to(dtype)
+    save_checkpoint(path, model, record or Record(architecture=TINY, input={"shape": [3]}, lineage=[{"name": "a"}]))
+    return model
+
+
+def test_round_trip(folder):
+    model = save_tiny(folder / "m.pt")
+    opened = open_model(folder / "m.pt")
+    assert opened.record == Record(architecture=TINY, input={"shape": [3]}, lineage=[{"name": "a"}])
+    assert opened.file == "m.pt"
+    assert len(opened.sha256) == 64
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(opened.model.state_dict()[name], tensor)
+    assert not opened.model.training
+
+
+def test_the_file_is_a_plain_state_dict_for_everybody_else(folder):
+    model = save_tiny(folder / "m.pt")
+    other = MLP(3, 4, 2)
+    other.load_state_dict(torch.load("m.pt", weights_only=True))
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
+    assert set(torch.load("m.pt", weights_only=True)) == set(model.state_dict())
+
+
+def test_the_same_model_gives_the_same_bytes_whatever_the_file_is_called(folder):
+    save_tiny(folder / "one.pt")
+    save_tiny(folder / "other_name.pt")
+    assert (folder / "one.pt").read_bytes() == (folder / "other_name.pt").read_bytes()
+
+
+def test_somebody_elses_state_dict_takes_an_architecture(folder):
+    torch.save(MLP(3, 4, 2).state_dict(), "m.pt")
+    with pytest.raises(ArchitectureError, match=r"does not say what architecture .* --arch"):
+        open_model("m.pt")
+    assert open_model("m.pt", TINY).record.architecture == TINY
+
+
+def test_half_precision_keeps_its_dtype(folder):
+    save_tiny(folder / "m.pt", dtype=torch.bfloat16)
+    model = open_model("m.pt").model
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    save_checkpoint(folder / "again.pt", model, open_model("m.pt").record)
+    assert (folder / "again.pt").read_bytes() == (folder / "m.pt").read_bytes()
+
+
+class TiedNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.out = nn.Linear(4, 5, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.out(self.embed(x))
+
+
+def test_tied_weights_stay_tied(folder):
+    model = TiedNet()
+    (folder / "nets.py").write_text(
+        "from torch import nn\n" + __import__("inspect").getsource(TiedNet).replace("TiedNet", "Net")
+    )
+    record = Record(architecture="nets:Net")
+    save_checkpoint(folder / "m.pt", model, record)
+    found = open_model("m.pt").model
+    assert found.out.weight is found.embed.weight
+    assert torch.equal(found.out.weight, model.out.weight)
+    # One of the two names is enough.
+    torch.save({"embed.weight": model.embed.weight.detach()}, "one.pt")
+    assert torch.equal(open_model("one.pt", "nets:Net").model.out.weight, model.out.weight)
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, ("touch exploded",)
+
+
+def bombs():
+    yield "plain pickle", pickle.dumps(Bomb())
+    yield "in a state dict", pickle.dumps({"weight": Bomb()})
+    buffer = io.BytesIO()
+    torch.save({"weight": Bomb()}, buffer)
+    yield "in torch's archive", buffer.getvalue()
+    buffer = io.BytesIO()
+    torch.save({"weight": Bomb()}, buffer, _use_new_zipfile_serialization=False)
+    yield "in torch's legacy format", buffer.getvalue()
+
+
+@pytest.mark.parametrize(("kind", "content"), list(bombs()), ids=lambda v: v if isinstance(v, str) else "")
+def test_no_code_in_a_checkpoint_is_ever_run(folder, kind, content):
+    (folder / "m.pt").write_bytes(content)
+    with pytest.raises(CheckpointError, match="m.pt"):
+        load_checkpoint("m.pt")
+    assert not (folder / "exploded").exists()
+
+
+def test_a_pickled_module_is_refused_with_what_it_asks_for(folder):
+    torch.save(nn.Linear(2, 2), "m.pt")
+    with pytest.raises(CheckpointError, match=r"asks for more than tensors .*Linear.*save its weights alone"):
+        load_checkpoint("m.pt")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"hello, this is text and no checkpoint at all", "is not a checkpoint"),
+        (b"PK\x03\x04 not really", "is not a checkpoint"),
+        (b"\x80\x02}q\x00.", "is not a checkpoint"),
+    ],
+)
+def test_files_that_are_no_checkpoint(folder, content, message):
+    (folder / "m.pt").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint("m.pt")
+
+
+def test_cut_archives_and_foreign_zips(folder):
+    save_tiny(folder / "whole.pt")
+    whole = (folder / "whole.pt").read_bytes()
+    for length in (10, 100, len(whole) // 2, len(whole) - 1):
+        (folder / "m.pt").write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match="m.pt"):
+            load_checkpoint("m.pt")
+    with zipfile.ZipFile("m.pt", "w") as archive:
+        archive.writestr("../evil", "x")
+    with pytest.raises(CheckpointError):
+        load_checkpoint("m.pt")
+    with pytest.raises(CheckpointError, match="there is no checkpoint at none.pt"):
+        load_checkpoint("none.pt")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([1, 2], "holds a list"),
+        ({}, "holds an empty dict"),
+        ({"epoch": 3, "state_dict": {}}, "the entry 'epoch' is a int, not a tensor"),
+        (OrderedDict(state_dict={"w": torch.ones(1)}), "'state_dict' is a dict"),
+    ],
+)
+def test_what_is_no_state_dict(folder, content, message):
+    torch.save(content, "m.pt")
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint("m.pt")
+
+
+def test_nan_in_the_weights(folder):
+    model = MLP(3, 4, 2)
+    with torch.no_grad():
+        model.head.weight[1, 2] = float("nan")
+    torch.save(model.state_dict(), "m.pt")
+    with pytest.raises(NonFiniteError, match=r"m\.pt: head\.weight holds NaN or infinity \(1 of 8 values\)"):
+        load_checkpoint("m.pt")
+
+
+def test_integer_weights_are_refused(folder):
+    state = MLP(3, 4, 2).state_dict()
+    state["head.weight"] = state["head.weight"].to(torch.int8)
+    torch.save(state, "m.pt")
+    with pytest.raises(CheckpointError, match=r"head\.weight is torch\.int8; quantized"):
+        open_model("m.pt", TINY)
+
+
+def test_an_architecture_that_does_not_fit_is_named_with_both_shapes(folder):
+    torch.save(MLP(3, 4, 2).state_dict(), "m.pt")
+    checkpoint = load_checkpoint("m.pt")
+    with pytest.raises(ArchitectureError, match=r"body\.linear1\.weight has shape \(4, 3\) in the checkpoint and \(5, 3\)"):
+        build_model(checkpoint, "mlp?in_features=3&hidden=5&num_classes=2")
+    with pytest.raises(ArchitectureError, match=r"body\.linear2\.weight .* is in the architecture but not in the checkpoint"):
+        build_model(checkpoint, "mlp?in_features=3&hidden=4,4&num_classes=2")
+    with pytest.raises(ArchitectureError, match=r"and \d+ more"):
+        build_model(checkpoint, "cnn")
+
+
+def test_architectures_by_name(folder):
+    assert isinstance(build("mlp", trusted=False), MLP)
+    assert isinstance(build("cnn?image_size=8&dropout=0.5", trusted=False), CNN)
+    assert build("torchvision:resnet18?num_classes=7", trusted=False).fc.out_features == 7
+    (folder / "mine.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Sequential):\n"
+        "    def __init__(self, width=2, bias=True, name=None):\n"
+        "        super().__init__(nn.Linear(2, width, bias))\n"
+        "def make(width):\n    return Net(width)\n"
+        "def wrong():\n    return 3\n"
+    )
+    net = build("mine:Net?width=5&bias=false&name=x", trusted=False)
+    assert net[0].weight.shape == (5, 2)
+    assert net[0].bias is None
+    assert build("mine:make?width=3", trusted=True)[0].weight.shape == (3, 2)
+    with pytest.raises(ArchitectureError, match="gives a int"):
+        build("mine:wrong", trusted=True)
+    assert str(folder) not in sys.path
+
+
+@pytest.mark.parametrize("text", ["os:system?command=touch+exploded", "builtins:exec", "subprocess:Popen?args=x", "mine:make"])
+def test_a_file_may_name_no_function(folder, text):
+    (folder / "mine.py").write_text("def make():\n    open('exploded', 'w')\n")
+    with pytest.raises(ArchitectureError, match=r"not a subclass of torch\.nn\.Module, and a file may name nothing else"):
+        build(text, trusted=False)
+    assert not (folder / "exploded").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("mpl", ArchitectureError, r"Did you mean 'mlp'\?"),
+        ("nowhere.at.all:Net", ArchitectureError, "cannot import nowhere.at.all .* PYTHONPATH"),
+        ("torch.nn:Lineal", ArchitectureError, "has no Lineal"),
+        ("torch:ones", ArchitectureError, "cannot be built|gives a Tensor"),
+        ("torchvision:resnet81", ArchitectureError, r"Did you mean 'resnet18'|torchvision has no model 'resnet81'"),
+        ("mlp?width=3", ArchitectureError, "cannot be built: TypeError.*width"),
+        ("mlp?in_features=-1", ArchitectureError, "cannot be built"),
+        ("mlp?hidden", UsageError, "expected key=value"),
+    ],
+)
+def test_architectures_that_are_none(text, error, message):
+    with pytest.raises(error, match=message):
+        build(text, trusted=True)
+
+
+def test_completing_an_architecture_from_the_data():
+    assert complete("mlp", (1, 28, 28), 10) == "mlp?in_features=784&hidden=256,128&num_classes=10&batch_norm=True"
+    assert complete("cnn?num_classes=4", (3, 8, 8), 10) == "cnn?in_channels=3&image_size=8&num_classes=4&dropout=0.0"
+    assert complete("torchvision:resnet18", (3, 8, 8), 10) == "torchvision:resnet18?num_classes=10"
+    assert complete("a.b:C?x=1", (3,), 10) == "a.b:C?x=1"
+    for text in ("mlp", "cnn", "torchvision:resnet18", "a.b:C?x=1"):
+        assert looks_like_architecture(text)
+    for text in ("model.pt", "folder/model.pt", "C:\\models\\m.pt", "mpl", "a:b:c", "/x:y"):
+        assert not looks_like_architecture(text)
+
+
+def test_importing_the_package_does_not_import_torch():
+    code = "import sys, ewc_finetune.cli; ewc_finetune.cli.main(['--help'], standalone_mode=False); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

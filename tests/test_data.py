@@ -1,0 +1,247 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from ewc_finetune.address import parse
+from ewc_finetune.data.domain import Fingerprint, as_domain
+from ewc_finetune.data.options import read_options
+from ewc_finetune.data.sources import load_domain
+from ewc_finetune.errors import DataError, UsageError
+
+
+def tensors(spec, split="train", data_dir=None):
+    return load_domain(spec, split, data_dir).samples.tensors
+
+
+def test_digits_have_a_fixed_split():
+    train, test = tensors("digits"), tensors("digits", "test")
+    assert (len(train[0]), len(test[0])) == (1438, 359)
+    assert train[0].shape[1:] == (1, 8, 8)
+    assert (train[0].min(), train[0].max()) == (0, 1)
+    assert torch.equal(tensors("digits?split=test", "train")[0], test[0])
+    rows = {bytes(x.numpy().tobytes()) for x in train[0]}
+    assert not any(bytes(x.numpy().tobytes()) in rows for x in test[0])
+
+
+def test_options_apply_in_order():
+    images, labels = tensors("digits?classes=0-2,7&limit=30")
+    assert len(images) == 30
+    assert set(labels.tolist()) == {0, 1, 2, 7}
+    plain = tensors("digits?limit=30")[0]
+    permuted = tensors("digits?limit=30&permute=3")[0]
+    assert not torch.equal(permuted, plain)
+    assert torch.equal(permuted.flatten(1).sort().values, plain.flatten(1).sort().values)
+    assert torch.equal(permuted, tensors("digits?permute=3&limit=30")[0])
+    assert not torch.equal(permuted, tensors("digits?limit=30&permute=4")[0])
+    assert torch.equal(tensors("digits?limit=5&permute=3", "test")[0], tensors("digits?permute=3", "test")[0][:5])
+
+
+def test_rotation_is_counterclockwise():
+    plain, turned = tensors("digits?limit=4")[0], tensors("digits?limit=4&rotate=90")[0]
+    torch.testing.assert_close(turned, torch.rot90(plain, 1, (2, 3)), atol=1e-5, rtol=0)
+
+
+def test_size_and_channels():
+    assert tensors("digits?limit=2&size=12&channels=3")[0].shape == (2, 3, 12, 12)
+    assert tensors("digits?limit=2&size=12x10")[0].shape == (2, 1, 12, 10)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("mnits", r"no data is called 'mnits'\. Did you mean 'mnist'\?"),
+        ("digits?limt=3", r"no option 'limt'\. Did you mean 'limit'\?"),
+        ("digits?limit=many", "limit=many is not understood; expected a number of samples"),
+        ("digits?limit=0", "expected a number of samples, at least 1"),
+        ("digits?limit=-3", "expected a number of samples"),
+        ("digits?split=dev", "expected train or test"),
+        ("digits?classes=4-", "expected labels such as 0-4"),
+        ("digits?classes=4-2", "expected labels such as 0-4"),
+        ("digits?rotate=nan", "expected degrees"),
+        ("digits?permute=x", "expected a seed"),
+        ("digits?size=0x3", "expected pixels"),
+        ("digits?channels=2", "1 .grey. or 3"),
+        ("digits?limit", "expected key=value"),
+        ("digits?limit=1&limit=2", "'limit' comes twice"),
+        ("?limit=3", "names nothing"),
+        ("", "names nothing"),
+        ("imagefolder", "name the folder"),
+        ("digits:here", "no data is called 'digits'"),
+    ],
+)
+def test_specs_that_cannot_be_meant(spec, message):
+    with pytest.raises(UsageError, match=message):
+        load_domain(spec, "train")
+
+
+@given(st.text())
+@settings(max_examples=200)
+def test_any_text_is_read_or_refused(text):
+    try:
+        address = parse(text)
+        read_options(address)
+    except UsageError:
+        return
+    assert parse(str(address)) == address
+
+
+def test_nothing_left():
+    with pytest.raises(DataError, match="nothing is left; its labels are 0, 1, 2, 3, 4, 5, 6, 7, 8, 9"):
+        load_domain("digits?classes=11", "train")
+
+
+def test_a_download_that_fails_says_where_to_put_the_files(tmp_path, monkeypatch):
+    from torchvision import datasets
+
+    def offline(self):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(datasets.MNIST, "download", offline)
+    with pytest.raises(DataError, match=r"MNIST is not in .*no route to host.*--data-dir or EWC_FT_DATA"):
+        load_domain("mnist", "train", tmp_path)
+
+
+def test_real_mnist_and_fashion_mnist(data_dir):
+    for spec, first in (("mnist", "0 - zero"), ("fmnist", "T-shirt/top")):
+        domain = load_domain(spec, "train", data_dir)
+        images, labels = domain.samples.tensors
+        assert images.shape == (60_000, 1, 28, 28)
+        assert images.dtype == torch.uint8
+        assert sorted(set(labels.tolist())) == list(range(10))
+        assert domain.classes[0] == first
+        assert domain.split == "train"
+    assert tensors("mnist", "test", data_dir)[0].shape[0] == 10_000
+
+
+def test_cifar10_is_read_from_torchvisions_own_layout(tmp_path, monkeypatch):
+    """CIFAR-10 keeps (N, H, W, C) arrays and a list of labels; a stand-in with that shape, read by the real code."""
+    from torchvision import datasets
+
+    class Cifar:
+        classes = ("plane", "car")
+
+        def __init__(self, root, train, download):
+            self.data = torch.arange(2 * 4 * 4 * 3, dtype=torch.uint8).reshape(2, 4, 4, 3).numpy()
+            self.targets = [1, 0]
+
+    monkeypatch.setattr(datasets, "CIFAR10", Cifar)
+    images, labels = tensors("cifar10", data_dir=tmp_path)
+    assert images.shape == (2, 3, 4, 4)
+    assert images[0, :, 0, 1].tolist() == [3, 4, 5]
+    assert labels.tolist() == [1, 0]
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Two classes of three images each, of several sizes."""
+    for c, name in enumerate(("cats", "dogs")):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for i in range(3):
+            Image.new("RGB", (10 + i, 12), (100 * c, 20 * i, 0)).save(tmp_path / "photos" / name / f"{i}.png")
+    return tmp_path / "photos"
+
+
+def test_image_folders(photos):
+    domain = load_domain(f"imagefolder:{photos}?size=8", "train")
+    assert domain.classes == ("cats", "dogs")
+    assert domain.split is None
+    ((images, labels),) = domain.batches(10)
+    assert images.shape == (6, 3, 8, 8)
+    assert images.dtype == torch.uint8
+    assert labels.tolist() == [0, 0, 0, 1, 1, 1]
+    limited = load_domain(f"imagefolder:{photos}?size=8&classes=1&limit=2&channels=1&rotate=90", "train")
+    ((images, labels),) = limited.batches(10)
+    assert images.shape == (2, 1, 8, 8)
+    assert labels.tolist() == [1, 1]
+
+
+def test_image_folders_with_splits(photos, tmp_path):
+    root = tmp_path / "data"
+    root.mkdir()
+    photos.rename(root / "train")
+    assert load_domain(f"imagefolder:{root}?size=8", "train").split == "train"
+    with pytest.raises(DataError, match=r"there is no folder .*test"):
+        load_domain(f"imagefolder:{root}", "test")
+
+
+def test_image_folders_that_are_wrong(photos, tmp_path):
+    with pytest.raises(DataError, match=r"1\.png has shape .* make them alike with \?size=PIXELS"):
+        list(load_domain(f"imagefolder:{photos}", "train").batches(10))
+    with pytest.raises(DataError, match="there is no folder"):
+        load_domain(f"imagefolder:{tmp_path}/none", "train")
+    with pytest.raises(DataError, match="no splits to choose from"):
+        load_domain(f"imagefolder:{photos}?split=test", "train")
+    (photos / "cats" / "0.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"0\.png cannot be read as an image"):
+        list(load_domain(f"imagefolder:{photos}?size=8", "train").batches(10))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="Expected a folder for each class"):
+        load_domain(f"imagefolder:{tmp_path}/empty", "train")
+
+
+class MapStyle(Dataset):
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, i):
+        return torch.full((2,), float(i)), i % 3
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([(torch.full((2,), float(i)), i % 3) for i in range(7)])
+
+
+TENSORS = TensorDataset(torch.arange(7.0)[:, None].repeat(1, 2), torch.arange(7) % 3)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [TENSORS, MapStyle(), Stream(), DataLoader(TENSORS, batch_size=3), [TENSORS[:3], TENSORS[3:]]],
+    ids=["tensors", "map-style", "iterable", "loader", "list of batches"],
+)
+def test_every_kind_of_data_gives_the_same_samples(data):
+    domain = as_domain(data)
+    batches = list(domain.batches(3))
+    assert torch.equal(torch.cat([x for x, _ in batches]), TENSORS.tensors[0])
+    assert torch.equal(torch.cat([y for _, y in batches]), TENSORS.tensors[1])
+    assert torch.equal(domain.first(), TENSORS.tensors[0][:1])
+    assert domain.size in (7, None)
+    assert domain.count_batches(3) in (3, 2, None)
+
+
+@pytest.mark.parametrize("data", [TENSORS, MapStyle()], ids=["tensors", "map-style"])
+def test_shuffling_and_subsets(data):
+    domain = as_domain(data)
+    order = torch.cat([x[:, 0] for x, _ in domain.batches(2, torch.Generator().manual_seed(0))])
+    assert order.tolist() != list(range(7))
+    assert sorted(order.tolist()) == list(range(7))
+    assert torch.cat([x[:, 0] for x, _ in domain.subset([4, 1]).batches(9)]).tolist() == [4, 1]
+
+
+def test_data_that_is_none():
+    with pytest.raises(DataError, match="read only once"):
+        as_domain(x for x in [])
+    with pytest.raises(DataError, match="is a int; expected"):
+        as_domain(3)
+    with pytest.raises(DataError, match="expected .inputs, labels., two tensors"):
+        list(as_domain([{"x": torch.ones(1)}]).batches(1))
+
+
+def test_the_fingerprint_is_of_the_samples_alone():
+    def fingerprint(*batches):
+        taken = Fingerprint()
+        for x, y in batches:
+            taken.update(x, y)
+        return taken.hexdigest()
+
+    x, y = TENSORS.tensors
+    whole = fingerprint((x, y))
+    assert whole == fingerprint((x[:3], y[:3]), (x[3:], y[3:]))
+    assert whole != fingerprint((x, y + 1))
+    assert whole != fingerprint((x + 1, y))
+    assert whole != fingerprint((x, None))
+    assert whole != fingerprint((x.flip(0), y))

@@ -1,0 +1,282 @@
+"""The Fisher against a slow, obvious float64 loop over single samples."""
+
+import pytest
+import torch
+from conftest import Small, trained
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ewc_finetune.choices import ESTIMATORS
+from ewc_finetune.curvature.diagonal import diagonal_fisher
+from ewc_finetune.curvature.per_sample import one_at_a_time, vectorised
+from ewc_finetune.errors import DataError, NonFiniteError
+from ewc_finetune.likelihood import Categorical
+
+
+def reference(model, inputs, targets, estimator, batch_size=4, seed=0):
+    """Differentiate log p(y | x) itself, one sample and one label at a time, in float64."""
+    model = model.double().eval()
+    parameters = dict(model.named_parameters())
+    total = {name: torch.zeros_like(p) for name, p in parameters.items()}
+
+    inputs = inputs.double() if inputs.is_floating_point() else inputs
+
+    def gradient(x, y):
+        log_p = model(x[None]).log_softmax(dim=1)[0, y]
+        found = torch.autograd.grad(log_p, list(parameters.values()), allow_unused=True)
+        return [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters.values(), strict=True)]
+
+    def add(gradients, weight):
+        for name, g in zip(parameters, gradients, strict=True):
+            total[name] += weight * g**2
+
+    if estimator == "batched":
+        for start in range(0, len(inputs), batch_size):
+            size = len(inputs[start : start + batch_size])
+            each = [gradient(inputs[i], targets[i]) for i in range(start, start + size)]
+            add([sum(gs) / size for gs in zip(*each, strict=True)], size)
+    else:
+        draws = torch.rand(len(inputs), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        for n, x in enumerate(inputs):
+            p = model(x[None]).softmax(dim=1)[0].detach()
+            if estimator == "exact":
+                for y in range(len(p)):
+                    add(gradient(x, y), p[y])
+            elif estimator == "sampled":
+                add(gradient(x, int((p.cumsum(0) < draws[n]).sum())), 1)
+            elif estimator == "predicted":
+                add(gradient(x, int(p.argmax())), 1)
+            else:
+                add(gradient(x, int(targets[n])), 1)
+    return {name: value / len(inputs) for name, value in total.items()}
+
+
+def compute(model, inputs, targets, estimator, batch_size=4, **options):
+    batches = list(zip(inputs.split(batch_size), targets.split(batch_size), strict=True))
+    return diagonal_fisher(model, batches, Categorical(), estimator, **options)
+
+
+def relative_error(found, expected):
+    """Largest error of each tensor, against the largest value of that tensor."""
+    return max(((found[n] - e).abs().max() / e.abs().max().clamp(min=1e-300)).item() for n, e in expected.items())
+
+
+class Tied(nn.Module):
+    """One weight that embeds and reads out, and a layer used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(3, 4)
+        self.middle = nn.Linear(4, 4)
+        self.out = nn.Linear(4, 3, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens):
+        h = self.embed(tokens).mean(dim=1)
+        return self.out(self.middle(self.middle(h).tanh()).tanh())
+
+
+class Convolutional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(inplace=True), nn.Conv2d(3, 4, 2, groups=1),
+            nn.GELU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.LayerNorm(16), nn.Linear(16, 3),
+        )  # fmt: skip
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Recurrent(nn.Module):
+    """torch.func can't vectorise an LSTM."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(2, 4, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+CASES = {
+    "small": (Small, lambda g: torch.randn(11, 4, generator=g, dtype=torch.float64)),
+    "tied and reused": (Tied, lambda g: torch.randint(0, 3, (11, 5), generator=g)),
+    "convolutional": (Convolutional, lambda g: torch.randn(11, 1, 6, 6, generator=g, dtype=torch.float64)),
+    "recurrent": (Recurrent, lambda g: torch.randn(11, 3, 2, generator=g, dtype=torch.float64)),
+}
+
+
+def case(name):
+    kind, draw = CASES[name]
+    generator = torch.Generator().manual_seed(5)
+    return trained(kind()), draw(generator), torch.randint(0, 3, (11,), generator=generator)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_a_loop_over_single_samples(name, estimator):
+    model, inputs, targets = case(name)
+    found = compute(model, inputs, targets, estimator)
+    expected = reference(model, inputs, targets, estimator)
+    assert found.values.keys() == expected.keys()
+    assert relative_error(found.values, expected) < 1e-10
+    assert found.samples == 11
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_agrees_elementwise_to_a_millionth(estimator):
+    model, inputs, targets = case("small")
+    found = compute(model, inputs, targets, estimator).values
+    for name, value in reference(model, inputs, targets, estimator).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_float32_model_agrees_to_float32(estimator):
+    model, inputs, targets = case("small")
+    model = model.float()
+    expected = reference(trained(Small()), inputs, targets, estimator)
+    assert relative_error(compute(model, inputs.float(), targets, estimator).values, expected) < 1e-5
+
+
+def test_half_precision_is_squared_and_summed_in_float32():
+    model = trained(nn.Sequential(nn.Linear(4, 3)), torch.bfloat16)
+    inputs = (1e-3 * torch.randn(40, 4, generator=torch.Generator().manual_seed(0))).bfloat16()
+    targets = torch.zeros(40, dtype=torch.long)
+    found = compute(model, inputs, targets, "exact")
+    expected = reference(trained(nn.Sequential(nn.Linear(4, 3)), torch.bfloat16).double(), inputs, targets, "exact")
+    assert relative_error(found.values, expected) < 0.02
+    assert found.values["0.weight"].dtype == torch.float64
+
+
+@settings(max_examples=25, deadline=None)
+@given(classes=st.integers(2, 6), features=st.integers(1, 5), samples=st.integers(1, 9), seed=st.integers(0, 10**6))
+def test_exact_is_the_closed_form_of_logistic_regression(classes, features, samples, seed):
+    """For logits W x + b the Fisher of W_ci is mean_n p_c (1 - p_c) x_i^2, and of b_c mean_n p_c (1 - p_c)."""
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Linear(features, classes).double()
+    inputs = torch.randn(samples, features, generator=generator, dtype=torch.float64)
+    found = compute(model, inputs, torch.zeros(samples, dtype=torch.long), "exact").values
+    p = model(inputs).softmax(dim=1).detach()
+    variance = p * (1 - p)
+    torch.testing.assert_close(found["weight"], variance.T @ inputs**2 / samples, rtol=1e-9, atol=1e-300)
+    torch.testing.assert_close(found["bias"], variance.mean(0), rtol=1e-9, atol=1e-300)
+
+
+@settings(max_examples=20, deadline=None)
+@given(first=st.integers(1, 11), second=st.integers(1, 11), estimator=st.sampled_from(sorted(set(ESTIMATORS) - {"batched"})))
+def test_batch_size_does_not_matter(first, second, estimator):
+    model, inputs, targets = case("small")
+    one, other = (compute(model, inputs, targets, estimator, batch_size=b).values for b in (first, second))
+    assert relative_error(one, other) < 1e-12
+
+
+def test_sampled_tends_to_exact():
+    model = nn.Linear(2, 3).double()
+    inputs, targets = torch.tensor([[1.0, -2.0]]).double().repeat(100_000, 1), torch.zeros(100_000, dtype=torch.long)
+    sampled = compute(model, inputs, targets, "sampled", batch_size=100_000).values
+    exact = compute(model, inputs[:1], targets[:1], "exact").values
+    assert relative_error(sampled, exact) < 0.02
+
+
+def test_vectorised_and_one_at_a_time_are_the_same():
+    model, inputs, _ = case("convolutional")
+    parameters = dict(model.named_parameters())
+    factors = torch.randn(2, 11, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    one, other = (engine(model, parameters, inputs, factors) for engine in (vectorised, one_at_a_time))
+    assert relative_error(one, other) < 1e-12
+
+
+def test_says_when_it_goes_one_sample_at_a_time():
+    model, inputs, targets = case("recurrent")
+    assert "one sample at a time" in compute(model, inputs, targets, "exact").path
+    model, inputs, targets = case("small")
+    assert "vectorised" in compute(model, inputs, targets, "exact").path
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("name", ["small", "recurrent"])
+def test_leaves_the_model_as_it_was(name, estimator):
+    model, inputs, targets = case(name)
+    model.train()
+    frozen = next(model.parameters())
+    frozen.requires_grad_(False)
+    held = list(model.parameters())[-1]
+    held.grad = torch.ones_like(held)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    compute(model, inputs, targets, estimator)
+    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
+    assert all(module.training for module in model.modules())
+    assert [p.requires_grad for p in model.parameters()][0] is False
+    assert torch.equal(held.grad, torch.ones_like(held))
+    assert all(p.grad is None for p in model.parameters() if p is not held)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_frozen_parameters_get_no_fisher():
+    model, inputs, targets = case("small")
+    model.first.weight.requires_grad_(False)
+    assert "first.weight" not in compute(model, inputs, targets, "exact").values
+
+
+def test_scores_come_from_the_same_pass():
+    model, inputs, targets = case("small")
+    found = compute(model, inputs, targets, "exact")
+    outputs = model(inputs)
+    assert found.scores["accuracy"] == pytest.approx((outputs.argmax(1) == targets).double().mean().item())
+    assert found.scores["loss"] == pytest.approx(nn.functional.cross_entropy(outputs, targets).item())
+
+
+def test_needs_no_labels_but_for_empirical():
+    model, inputs, targets = case("small")
+    with_labels = compute(model, inputs, targets, "exact")
+    without = diagonal_fisher(model, [(inputs, None)], Categorical(), "exact")
+    assert relative_error(without.values, with_labels.values) < 1e-12
+    assert without.scores == {}
+    with pytest.raises(DataError, match="empirical estimator needs labels"):
+        diagonal_fisher(model, [(inputs, None)], Categorical(), "empirical")
+
+
+def test_a_million_repetitions_lose_nothing():
+    """A sum in float32 would stop growing; the mean of identical samples is the sample's own value."""
+    model = trained(nn.Linear(1, 2, bias=False), torch.float32)
+    inputs, targets = torch.ones(1_000_000, 1), torch.zeros(1_000_000, dtype=torch.long)
+    many = compute(model, inputs, targets, "exact", batch_size=100_000).values["weight"]
+    one = compute(model, inputs[:1], targets[:1], "exact").values["weight"]
+    torch.testing.assert_close(many, one, rtol=1e-6, atol=0)
+
+
+def test_bad_outputs_and_labels_are_named():
+    model, inputs, targets = case("small")
+    with pytest.raises(DataError, match=r"samples 0 to 3: 1 of 4 labels .* 3 classes \(0 to 2\): found 7"):
+        compute(model, inputs, torch.full_like(targets, 0).index_fill(0, torch.tensor([2]), 7), "exact")
+    with pytest.raises(DataError, match="not one sample"):
+        diagonal_fisher(model, [], Categorical(), "exact")
+    with pytest.raises(DataError, match=r"logits of shape \(batch, classes\)"):
+        compute(nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (2, 2))).double(), inputs, targets, "exact")
+    inputs[5, 0] = float("nan")
+    with pytest.raises(NonFiniteError, match="samples 4 to 7: .* sample number 1 "):
+        compute(model, inputs, targets, "exact")
+
+
+def test_an_overflowing_fisher_is_named():
+    model = nn.Sequential(Scale(1e-200), nn.Linear(1, 2).double())
+    inputs, targets = torch.full((2, 1), 1e200, dtype=torch.float64), torch.zeros(2, dtype=torch.long)
+    with pytest.raises(NonFiniteError, match=r"Fisher of 0\.weight"):
+        compute(model, inputs, targets, "exact")
+
+
+class Scale(nn.Module):
+    """Outputs stay finite; the gradient by `weight` is the input, whose square overflows."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(value, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.weight * x

@@ -1,0 +1,174 @@
+"""The collapsed penalty against the plain sum over anchors, by autograd in float64."""
+
+import math
+
+import pytest
+import torch
+from conftest import Small, trained
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ewc_finetune import Anchor, Penalty, Provenance
+from ewc_finetune.errors import AnchorMismatchError, UsageError
+from ewc_finetune.stack import collapse, remarks, spread_lambdas
+
+
+def make_anchor(model, seed, *, zeros=0.0, missing=(), digest=None, **provenance):
+    """An anchor near a model's weights with a random Fisher; some of it zero, some parameters without any."""
+    generator = torch.Generator().manual_seed(seed)
+    weights, fisher = {}, {}
+    for name, p in model.named_parameters():
+        weights[name] = (p.detach() + torch.randn(p.shape, generator=generator)).to(p.dtype)
+        values = torch.rand(p.shape, generator=generator)
+        fisher[name] = values * (torch.rand(p.shape, generator=generator) >= zeros)
+    for name in missing:
+        del fisher[name]
+    return Anchor(weights, fisher, {}, Provenance(name=f"domain {seed}", **provenance), digest=digest)
+
+
+def loop_over_anchors(model, anchors, lambdas):
+    """The definition: sum over anchors and parameters of lambda/2 F (theta - theta*)^2, differentiable, float64."""
+    parameters = dict(model.named_parameters())
+    total = torch.zeros((), dtype=torch.float64)
+    for anchor, lam in zip(anchors, lambdas, strict=True):
+        for name, fisher in anchor.fisher.items():
+            difference = parameters[name].double() - anchor.weights[name].double()
+            total = total + lam / 2 * (fisher.double() * difference**2).sum()
+    return total
+
+
+stacks = st.lists(
+    st.tuples(
+        st.integers(0, 1000),
+        st.sampled_from([0.0, 0.5, 1.0]),
+        st.sets(st.sampled_from(["first.weight", "first.bias", "norm.weight", "last.bias"])),
+        st.one_of(st.just(0.0), st.floats(1e-6, 1e6)),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(stacks)
+def test_agrees_with_the_loop_over_anchors(stack):
+    model = trained(Small(), torch.float32)
+    anchors = [make_anchor(model, seed, zeros=zeros, missing=missing) for seed, zeros, missing, _ in stack]
+    lambdas = [lam for *_, lam in stack]
+    penalty = Penalty(model, anchors, lambdas)
+    expected = loop_over_anchors(model, anchors, lambdas)
+    assert penalty.value() == pytest.approx(expected.item(), rel=1e-5, abs=1e-12)
+    gradients = torch.autograd.grad(expected, list(model.parameters()), allow_unused=True)
+    penalty.add_gradient()
+    # The terms of a sum may cancel, so errors are measured against its terms.
+    scale = sum(lambdas) or 1.0
+    for (name, p), g in zip(model.named_parameters(), gradients, strict=True):
+        found = torch.zeros_like(p) if p.grad is None else p.grad
+        wanted = torch.zeros_like(p) if g is None else g
+        torch.testing.assert_close(found / scale, wanted / scale, rtol=1e-5, atol=3e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_one_anchor_keeps_its_centre_to_the_bit():
+    model = trained(Small(), torch.float32)
+    anchor = make_anchor(model, 3)
+    quadratic = collapse([anchor], [1e4])
+    assert all(torch.equal(quadratic.centre[n], anchor.weights[n]) for n in quadratic.centre)
+    assert quadratic.constant == 0
+
+
+def test_the_penalty_is_zero_where_the_anchor_is():
+    model = trained(Small(), torch.float32)
+    anchor = make_anchor(model, 3)
+    model.load_state_dict(anchor.weights, strict=False)
+    penalty = Penalty(model, anchor, 1e9)
+    assert penalty.value() == 0
+    penalty.add_gradient()
+    assert all((p.grad == 0).all() for p in model.parameters())
+
+
+def test_where_nothing_holds_the_newest_anchor_stays():
+    model = nn.Linear(1, 1, bias=False)
+    anchors = [make_anchor(model, seed, zeros=1.1) for seed in (0, 1)]
+    assert torch.equal(collapse(anchors, [1.0, 1.0]).centre["weight"], anchors[1].weights["weight"])
+
+
+def test_the_gradient_adds_to_what_is_there():
+    model = trained(nn.Linear(3, 2), torch.float32)
+    anchor = make_anchor(model, 0)
+    model(torch.ones(1, 3)).sum().backward()
+    task = {n: p.grad.clone() for n, p in model.named_parameters()}
+    Penalty(model, anchor, 2.0).add_gradient()
+    for name, p in model.named_parameters():
+        pull = 2.0 * anchor.fisher[name] * (p.detach() - anchor.weights[name])
+        torch.testing.assert_close(p.grad, task[name] + pull)
+
+
+def test_frozen_parameters_are_left_alone_and_unheld_ones_named():
+    model = trained(Small(), torch.float32)
+    model.first.bias.requires_grad_(False)
+    penalty = Penalty(model, make_anchor(model, 0, missing=["last.bias"]), 1.0)
+    penalty.add_gradient()
+    assert model.first.bias.grad is None
+    assert model.last.bias.grad is None
+    assert penalty.free == ("last.bias",)
+
+
+def test_half_precision_weights():
+    model = trained(nn.Linear(3, 2), torch.bfloat16)
+    anchor = make_anchor(model, 0)
+    penalty = Penalty(model, anchor, 1.0)
+    assert penalty.value() == pytest.approx(loop_over_anchors(model, [anchor], [1.0]).item(), rel=1e-5)
+    penalty.add_gradient()
+    assert model.weight.grad.dtype == torch.bfloat16
+    wanted = anchor.fisher["weight"] * (model.weight.detach().float() - anchor.weights["weight"].float())
+    torch.testing.assert_close(model.weight.grad.float(), wanted, rtol=0.01, atol=1e-3)
+
+
+def test_training_under_a_large_lambda_stays_near_the_anchor():
+    """The minimum of loss + penalty is known for least squares; gradient descent has to find it."""
+    model = nn.Linear(1, 1, bias=False).double()
+    anchor = Anchor({"weight": torch.tensor([[1.0]]).double()}, {"weight": torch.tensor([[1.0]])}, {}, Provenance("a"))
+    penalty = Penalty(model, anchor, 3.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(200):
+        optimizer.zero_grad()
+        (0.5 * (model.weight - 5) ** 2).sum().backward()
+        penalty.add_gradient()
+        optimizer.step()
+    assert model.weight.item() == pytest.approx((5 + 3 * 1) / (1 + 3), rel=1e-9)
+
+
+@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf, [1.0, -0.1]])
+def test_bad_lambdas(bad):
+    with pytest.raises(UsageError, match="expected a finite number, 0 or above"):
+        spread_lambdas(bad, 2)
+
+
+def test_the_number_of_lambdas():
+    assert spread_lambdas(3, 2) == [3.0, 3.0]
+    assert spread_lambdas([1, 2], 2) == [1.0, 2.0]
+    with pytest.raises(UsageError, match="3 lambdas for 2 anchors"):
+        spread_lambdas([1, 2, 3], 2)
+
+
+def test_anchors_that_fit_nothing():
+    model, other = trained(nn.Linear(3, 2), torch.float32), trained(nn.Linear(3, 4), torch.float32)
+    anchor = make_anchor(other, 0)
+    with pytest.raises(AnchorMismatchError, match=r"weight has shape \(4, 3\) in the anchor and \(2, 3\) in the model"):
+        Penalty(model, anchor, 1.0)
+    with pytest.raises(AnchorMismatchError, match=r"it holds first\.weight \(6, 4\), which the model does not have"):
+        Penalty(model, make_anchor(trained(Small()), 0), 1.0)
+    with pytest.raises(AnchorMismatchError, match="anchors of different models"):
+        collapse([make_anchor(model, 0), anchor], [1.0, 1.0])
+    with pytest.raises(AnchorMismatchError, match="likelihood gaussian"):
+        collapse([make_anchor(model, 0, likelihood="gaussian"), make_anchor(model, 1)], [1.0, 1.0])
+
+
+def test_remarks_on_what_counts_twice():
+    model = nn.Linear(1, 1)
+    first = make_anchor(model, 0, digest="aa")
+    second = make_anchor(model, 1, digest="bb", lineage=[{"name": "domain 0", "sha256": "aa", "lambda": 1.0}])
+    assert remarks([first, make_anchor(model, 2, digest="cc")]) == []
+    assert "same anchor" in remarks([first, first])[0]
+    assert "counts the older domain twice" in remarks([first, second])[0]

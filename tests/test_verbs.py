@@ -1,0 +1,340 @@
+"""The verbs from Python, on any module and any data."""
+
+import copy
+import json
+
+import pytest
+import torch
+from conftest import Small, trained
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ewc_finetune as ewc
+from ewc_finetune.errors import (
+    AnchorError,
+    ArchitectureError,
+    CheckpointError,
+    DataError,
+    DeviceError,
+    NonFiniteError,
+    StorageError,
+    UsageError,
+)
+from ewc_finetune.models import MLP
+
+
+def blobs(shift=0.0, seed=0, n=120, classes=3):
+    """A little classification problem: points around as many centres as there are classes."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, classes, (n,), generator=generator)
+    centres = 3 * torch.randn(classes, 4, generator=torch.Generator().manual_seed(7))
+    return TensorDataset(centres[labels] + torch.randn(n, 4, generator=generator) + shift, labels)
+
+
+OLD, NEW = blobs(), blobs(shift=4.0, seed=1)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    model = MLP(4, 16, 3)
+    ewc.finetune(model, OLD, norm_stats="update", epochs=20, lr=0.01, eval_on=[])
+    return model
+
+
+@pytest.fixture
+def anchor(model):
+    return ewc.consolidate(model, OLD)
+
+
+def test_the_readme_in_three_lines(model):
+    plain = copy.deepcopy(model)
+    anchor = ewc.consolidate(model, OLD, name="old")
+    done = ewc.finetune(model, NEW, anchors=anchor, lambdas=100, epochs=20, lr=0.01, eval_on=[OLD, NEW])
+    assert done.model is model
+    ewc.finetune(plain, NEW, epochs=20, lr=0.01)
+    (kept,), (lost,) = ewc.evaluate(model, OLD), ewc.evaluate(plain, OLD)
+    assert kept.loss < lost.loss
+    assert [round(s.accuracy, 6) for s in done.after] == [
+        round(ewc.evaluate(model, d)[0].accuracy, 6) for d in (OLD, NEW)
+    ]
+    assert done.before[1].accuracy < done.after[1].accuracy
+
+
+def test_an_anchor_knows_where_it_comes_from(model, tmp_path):
+    anchor = ewc.consolidate(
+        model, OLD, name="old", estimator="sampled", samples=50, seed=3, exclude=["body.norm*"], output=tmp_path / "a.safetensors"
+    )  # fmt: skip
+    origin = ewc.Anchor.load(tmp_path / "a.safetensors").provenance
+    assert (origin.name, origin.estimator, origin.samples, origin.seed) == ("old", "sampled", 50, 3)
+    assert set(origin.excluded) == {"body.norm1.weight", "body.norm1.bias"}
+    assert origin.excluded["body.norm1.bias"] == "--exclude body.norm*"
+    assert origin.normalisation == {"statistics": "frozen", "layers": ["body.norm1"]}
+    assert 0 < origin.scores["accuracy"] <= 1
+    assert set(anchor.fisher) == {n for n, _ in model.named_parameters()} - set(origin.excluded)
+    assert set(anchor.weights) == {n for n, _ in model.named_parameters()}
+    assert set(anchor.buffers) == {n for n, _ in model.named_buffers()}
+
+
+def test_no_clock_goes_into_an_anchor_but_source_date_epoch(model, monkeypatch):
+    assert ewc.consolidate(model, OLD).provenance.created is None
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
+    assert ewc.consolidate(model, OLD).provenance.created == "1970-01-01T00:00:00+00:00"
+
+
+def test_a_subset_is_seeded_and_random(model):
+    one, same, other = (ewc.consolidate(model, OLD, samples=30, seed=s) for s in (1, 1, 2))
+    assert one.provenance.data["fingerprint"] == same.provenance.data["fingerprint"]
+    assert one.provenance.data["fingerprint"] != other.provenance.data["fingerprint"]
+    assert all(torch.equal(one.fisher[n], same.fisher[n]) for n in one.fisher)
+    everything = ewc.consolidate(model, OLD, samples=10**6)
+    assert everything.provenance.samples == 120
+
+
+@pytest.mark.parametrize("samples", [None, 50])
+def test_a_loader_gives_the_fisher_of_its_samples(model, samples):
+    by_loader = ewc.consolidate(model, DataLoader(OLD, batch_size=16), samples=samples)
+    first = TensorDataset(*(t[:samples] for t in OLD.tensors))
+    directly = ewc.consolidate(model, first)
+    assert by_loader.provenance.samples == (samples or 120)
+    assert by_loader.provenance.data["fingerprint"] == directly.provenance.data["fingerprint"]
+    for name in directly.fisher:
+        torch.testing.assert_close(by_loader.fisher[name], directly.fisher[name], rtol=1e-5, atol=1e-10)
+
+
+def test_consolidating_leaves_a_module_as_it_was(model):
+    model.train()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    anchor = ewc.consolidate(model, OLD)
+    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
+    assert model.training
+    with torch.no_grad():
+        model.head.weight.add_(1)
+    assert torch.equal(anchor.weights["head.weight"], before["head.weight"])
+
+
+def test_frozen_statistics_stay_and_updated_ones_move(model, anchor):
+    statistics = {n: b.clone() for n, b in model.named_buffers()}
+    frozen = ewc.finetune(copy.deepcopy(model), NEW, anchors=anchor, epochs=1)
+    assert frozen.norm_stats == "frozen"
+    assert all(torch.equal(statistics[n], b) for n, b in frozen.model.named_buffers())
+    moved = ewc.finetune(copy.deepcopy(model), NEW, anchors=anchor, epochs=1, norm_stats="update")
+    assert not torch.equal(moved.model.body.norm1.running_mean, statistics["body.norm1.running_mean"])
+
+
+def test_fresh_weights_update_their_statistics(tmp_path):
+    done = ewc.finetune("mlp", "digits?limit=200", epochs=1, output=tmp_path / "m.pt")
+    assert done.norm_stats == "update"
+    assert done.model.body.norm1.num_batches_tracked == 2
+
+
+def test_a_last_batch_of_one_sample_does_not_stop_batch_norm(model):
+    odd = TensorDataset(*(t[:41] for t in NEW.tensors))
+    assert ewc.finetune(copy.deepcopy(model), odd, norm_stats="update", epochs=1, batch_size=20).steps == 2
+    assert ewc.finetune(copy.deepcopy(model), odd, norm_stats="frozen", epochs=1, batch_size=20).steps == 3
+
+
+def test_zero_epochs_change_nothing(model, anchor, tmp_path):
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    done = ewc.finetune(model, NEW, anchors=anchor, epochs=0, eval_on=[OLD], output=tmp_path / "m.pt")
+    assert done.steps == 0
+    assert done.before == done.after
+    assert all(torch.equal(before[n], t) for n, t in torch.load(tmp_path / "m.pt", weights_only=True).items())
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others(model, anchor):
+    net = nn.Sequential(model, nn.Dropout(0.5))
+    runs = [ewc.finetune(copy.deepcopy(net), NEW, epochs=2, seed=s).model for s in (1, 1, 2)]
+    weights = [torch.cat([p.flatten() for p in run.parameters()]) for run in runs]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_training_leaves_the_callers_random_state(model):
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    ewc.finetune(model, NEW, epochs=1)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_lambda_holds(model, anchor):
+    def distance(strength):
+        moved = ewc.finetune(copy.deepcopy(model), NEW, anchors=anchor, lambdas=strength, epochs=5, lr=0.01).model
+        return sum(
+            (anchor.fisher[n] * (p.detach() - anchor.weights[n]) ** 2).sum().item() for n, p in moved.named_parameters()
+        )
+
+    distances = [distance(s) for s in (0, 1, 100, 10_000)]
+    assert distances == sorted(distances, reverse=True)
+    assert distances[-1] < 0.01 * distances[0]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_two_anchors_pull_together_whatever_the_optimizer(model, anchor, optimizer):
+    second = ewc.consolidate(ewc.finetune(copy.deepcopy(model), NEW, epochs=2, lr=0.01).model, NEW, name="new")
+    done = ewc.finetune(
+        copy.deepcopy(model), blobs(-3.0, 2), anchors=[anchor, second], lambdas=[10.0, 20.0], epochs=1, optimizer=optimizer,
+        lr=1e-3,
+    )  # fmt: skip
+    assert all(line["penalty"] > 0 for line in done.history if "penalty" in line)
+
+
+def test_history_and_run_folder(model, anchor, tmp_path):
+    done = ewc.finetune(
+        model, NEW, anchors=anchor, epochs=3, batch_size=20, log_every=4, eval_on=[OLD], output=tmp_path / "m.pt", architecture="x:Y"
+    )  # fmt: skip
+    lines = [json.loads(line) for line in (done.run / "metrics.jsonl").read_text().splitlines()]
+    assert lines == done.history
+    assert [line["step"] for line in lines if "loss" in line] == [1, 4, 6, 8, 12, 16, 18]
+    assert [line["epoch"] for line in lines if "scores" in line] == [0, 1, 2, 3]
+    run = json.loads((done.run / "run.json").read_text())
+    assert run["status"] == "finished"
+    assert run["steps"] == done.steps == 18
+    assert run["options"]["anchors"][0]["lambda"] == 100.0
+    assert run["options"]["norm_stats"] == "frozen"
+    assert run["versions"]["torch"] == torch.__version__
+    assert (done.run / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in done.run.iterdir()) == ["figure.png", "metrics.jsonl", "run.json"]
+
+
+def test_lineage_is_handed_on(model, anchor, tmp_path):
+    anchor = anchor.save(tmp_path / "a.safetensors")
+    done = ewc.finetune(model, NEW, anchors=anchor, lambdas=7, epochs=1, output=tmp_path / "m.pt", architecture="mlp?in_features=4&hidden=16&num_classes=3")
+    second = ewc.consolidate(done.output, NEW)
+    (entry,) = second.provenance.lineage
+    assert entry == {"name": anchor.provenance.name, "sha256": anchor.digest, "lambda": 7.0}
+    notes = []
+
+    class Notes:
+        note = notes.append
+        bar = ewc.progress.Silent().bar
+
+    ewc.finetune(done.output, OLD, anchors=[anchor, second.save(tmp_path / "b.safetensors")], epochs=0, progress=Notes())
+    assert any("counts the older domain twice" in note for note in notes)
+
+
+def test_a_loss_of_nan_names_the_step_and_keeps_the_last_good_state(model, anchor, tmp_path):
+    inputs, labels = (t.clone() for t in NEW.tensors)
+
+    class Poisoned:
+        """The second epoch, which is the fourth reading, meets a NaN."""
+
+        reads = 0
+
+        def __iter__(self):
+            self.reads += 1
+            for start in range(0, 120, 40):
+                x = inputs[start : start + 40].clone()
+                if self.reads >= 4 and start == 40:
+                    x[0, 0] = float("nan")
+                yield x, labels[start : start + 40]
+
+    with pytest.raises(NonFiniteError, match="the loss is nan at step 5"):
+        ewc.finetune(model, Poisoned(), anchors=anchor, epochs=3, output=tmp_path / "m.pt")
+    assert not (tmp_path / "m.pt").exists()
+    kept = torch.load(tmp_path / "m.run" / "last.pt", weights_only=True)
+    assert all(t.isfinite().all() for t in kept.values() if t.is_floating_point())
+    assert json.loads((tmp_path / "m.run" / "run.json").read_text())["status"].startswith("failed: the loss is nan")
+
+
+def test_weights_that_explode_are_caught(model, tmp_path):
+    with pytest.raises(NonFiniteError, match="step"):
+        ewc.finetune(model, NEW, epochs=3, optimizer="sgd", lr=1e30, output=tmp_path / "m.pt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_outputs_are_never_lost(model, anchor, tmp_path):
+    anchor.save(tmp_path / "a.safetensors")
+    for run in (
+        lambda **k: ewc.finetune(model, NEW, epochs=0, output=tmp_path / "m.pt", **k),
+        lambda **k: ewc.consolidate(model, OLD, output=tmp_path / "c.safetensors", **k),
+    ):
+        run()
+        with pytest.raises(StorageError, match="exists"):
+            run()
+        run(overwrite=True)
+    (tmp_path / "m.pt").unlink()
+    with pytest.raises(StorageError, match=r"run folder .*m\.run exists \(status: finished\)"):
+        ewc.finetune(model, NEW, epochs=0, output=tmp_path / "m.pt")
+    with pytest.raises(StorageError, match="one of the inputs; it would be lost"):
+        ewc.finetune(model, NEW, anchors=tmp_path / "a.safetensors", output=tmp_path / "a.safetensors", overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lambdas": -1.0}, UsageError, "lambda is -1.0"),
+        ({"lambdas": [1.0, 2.0]}, UsageError, "2 lambdas for 1 anchors"),
+        ({"epochs": -1}, UsageError, "epochs is -1"),
+        ({"lr": float("nan")}, UsageError, "lr is nan"),
+        ({"lr": 0.0}, UsageError, "lr is 0"),
+        ({"batch_size": 0}, UsageError, "batch size is 0"),
+        ({"momentum": 1.0}, UsageError, "momentum is 1"),
+        ({"device": "cuda"}, DeviceError, "finds no CUDA device"),
+        ({"eval_on": ["mnits"]}, UsageError, "Did you mean 'mnist'"),
+    ],
+)
+def test_bad_options(model, anchor, options, error, message):
+    if "device" in options and torch.cuda.is_available():
+        pytest.skip("this machine has the device")
+    with pytest.raises(error, match=message):
+        ewc.finetune(model, NEW, anchors=anchor, **options)
+
+
+def test_data_that_does_not_suit(model, anchor):
+    labels = NEW.tensors[1].clone()
+    labels[:5] = 9
+    for verb in (ewc.finetune, ewc.consolidate, ewc.evaluate):
+        with pytest.raises(DataError, match=r"5 of 120 labels are not among the model's 3 classes \(0 to 2\): found 9"):
+            verb(model, TensorDataset(NEW.tensors[0], labels))
+        with pytest.raises(DataError, match="does not go into the model"):
+            verb(model, TensorDataset(torch.zeros(5, 3), torch.zeros(5, dtype=torch.long)))
+        with pytest.raises(DataError, match="no samples"):
+            verb(model, TensorDataset(torch.zeros(0, 4), torch.zeros(0, dtype=torch.long)))
+    for verb in (ewc.finetune, ewc.evaluate):
+        with pytest.raises(DataError, match="has no labels"):
+            verb(model, TensorDataset(NEW.tensors[0]))
+    assert ewc.consolidate(model, TensorDataset(OLD.tensors[0])).provenance.scores == {}
+
+
+def test_what_there_is_nothing_to_start_from(tmp_path):
+    with pytest.raises(UsageError, match="nothing to start from"):
+        ewc.finetune(None, NEW)
+    with pytest.raises(CheckpointError, match="there is no checkpoint at nothing.pt, and it names no architecture"):
+        ewc.finetune("nothing.pt", NEW)
+    with pytest.raises(UsageError, match="is an architecture already"):
+        ewc.finetune("mlp", "digits", architecture="mlp")
+    with pytest.raises(AnchorError, match="there is no anchor"):
+        ewc.finetune(None, NEW, anchors=tmp_path / "none.safetensors")
+
+
+def test_a_model_that_learns_nothing_gives_no_anchor(model):
+    with pytest.raises(AnchorError, match="Fisher is zero everywhere"):
+        ewc.consolidate(nn.Sequential(nn.Linear(4, 3), Constant()), OLD)
+    with pytest.raises(UsageError, match="no parameter is left"):
+        ewc.consolidate(model, OLD, exclude=["*"])
+    with pytest.raises(UsageError, match=r"--exclude haed\.\* matches no parameter"):
+        ewc.consolidate(model, OLD, exclude=["haed.*"])
+
+
+class Constant(nn.Module):
+    def forward(self, x):
+        return 0 * x
+
+
+def test_an_anchor_of_a_module_without_architecture_says_so(anchor, tmp_path):
+    anchor.save(tmp_path / "a.safetensors")
+    with pytest.raises(ArchitectureError, match="does not say what architecture"):
+        ewc.finetune(None, NEW, anchors=tmp_path / "a.safetensors")
+    done = ewc.finetune(
+        None, NEW, anchors=tmp_path / "a.safetensors", architecture="mlp?in_features=4&hidden=16&num_classes=3", epochs=1
+    )  # fmt: skip
+    assert done.steps == 2
+
+
+def test_half_precision_end_to_end(tmp_path):
+    model = trained(Small(), torch.bfloat16)
+    anchor = ewc.consolidate(model, OLD, output=tmp_path / "a.safetensors")
+    assert anchor.fisher["first.weight"].dtype == torch.float32
+    done = ewc.finetune(model, NEW, anchors=tmp_path / "a.safetensors", epochs=1)
+    assert {p.dtype for p in done.model.parameters()} == {torch.bfloat16}
