@@ -54,9 +54,12 @@ def test_the_file_is_format_version_1(tmp_path):
         assert file.metadata()["format"] == "ewc-anchor"
         assert file.metadata()["format_version"] == "1"
         assert sorted(file.keys()) == [
-            "anchor.a.bias", "anchor.a.weight", "buffer.norm.num_batches_tracked", "buffer.norm.running_mean",
+            "anchor.a.bias",
+            "anchor.a.weight",
+            "buffer.norm.num_batches_tracked",
+            "buffer.norm.running_mean",
             "fisher.a.weight",
-        ]  # fmt: skip
+        ]
         assert file.get_tensor("fisher.a.weight").dtype == torch.float32
 
 
@@ -86,7 +89,10 @@ def test_any_text_survives(tmp_path_factory, name, classes, spec):
         ({"fisher": {"a.weight": torch.zeros(2, 3)}}, "zero everywhere"),
         ({"fisher": {}}, "zero everywhere"),
         ({"fisher": {"a.weight": torch.full((2, 3), float("nan"))}}, r"fisher\.a\.weight holds NaN"),
-        ({"weights": {"a.weight": torch.full((2, 3), float("inf"))}}, r"anchor\.a\.weight holds NaN or infinity \(6 of 6"),
+        (
+            {"weights": {"a.weight": torch.full((2, 3), float("inf"))}},
+            r"anchor\.a\.weight holds NaN or infinity \(6 of 6",
+        ),
         ({"buffers": {"m": torch.tensor([float("nan")])}}, r"buffer\.m holds NaN"),
     ],
 )

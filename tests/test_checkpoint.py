@@ -193,9 +193,13 @@ def test_integer_weights_are_refused(folder):
 def test_an_architecture_that_does_not_fit_is_named_with_both_shapes(folder):
     torch.save(MLP(3, 4, 2).state_dict(), "m.pt")
     checkpoint = load_checkpoint("m.pt")
-    with pytest.raises(ArchitectureError, match=r"body\.linear1\.weight has shape \(4, 3\) in the checkpoint and \(5, 3\)"):
+    with pytest.raises(
+        ArchitectureError, match=r"body\.linear1\.weight has shape \(4, 3\) in the checkpoint and \(5, 3\)"
+    ):
         build_model(checkpoint, "mlp?in_features=3&hidden=5&num_classes=2")
-    with pytest.raises(ArchitectureError, match=r"body\.linear2\.weight .* is in the architecture but not in the checkpoint"):
+    with pytest.raises(
+        ArchitectureError, match=r"body\.linear2\.weight .* is in the architecture but not in the checkpoint"
+    ):
         build_model(checkpoint, "mlp?in_features=3&hidden=4,4&num_classes=2")
     with pytest.raises(ArchitectureError, match=r"and \d+ more"):
         build_model(checkpoint, "cnn")
@@ -222,10 +226,14 @@ def test_architectures_by_name(folder):
     assert str(folder) not in sys.path
 
 
-@pytest.mark.parametrize("text", ["os:system?command=touch+exploded", "builtins:exec", "subprocess:Popen?args=x", "mine:make"])
+@pytest.mark.parametrize(
+    "text", ["os:system?command=touch+exploded", "builtins:exec", "subprocess:Popen?args=x", "mine:make"]
+)
 def test_a_file_may_name_no_function(folder, text):
     (folder / "mine.py").write_text("def make():\n    open('exploded', 'w')\n")
-    with pytest.raises(ArchitectureError, match=r"not a subclass of torch\.nn\.Module, and a file may name nothing else"):
+    with pytest.raises(
+        ArchitectureError, match=r"not a subclass of torch\.nn\.Module, and a file may name nothing else"
+    ):
         build(text, trusted=False)
     assert not (folder / "exploded").exists()
 

@@ -81,9 +81,16 @@ class Convolutional(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(inplace=True), nn.Conv2d(3, 4, 2, groups=1),
-            nn.GELU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.LayerNorm(16), nn.Linear(16, 3),
-        )  # fmt: skip
+            nn.Conv2d(1, 3, 3, padding=1),
+            nn.BatchNorm2d(3),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(3, 4, 2, groups=1),
+            nn.GELU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.LayerNorm(16),
+            nn.Linear(16, 3),
+        )
 
     def forward(self, x):
         return self.layers(x)
@@ -167,7 +174,11 @@ def test_exact_is_the_closed_form_of_logistic_regression(classes, features, samp
 
 
 @settings(max_examples=20, deadline=None)
-@given(first=st.integers(1, 11), second=st.integers(1, 11), estimator=st.sampled_from(sorted(set(ESTIMATORS) - {"batched"})))
+@given(
+    first=st.integers(1, 11),
+    second=st.integers(1, 11),
+    estimator=st.sampled_from(sorted(set(ESTIMATORS) - {"batched"})),
+)
 def test_batch_size_does_not_matter(first, second, estimator):
     model, inputs, targets = case("small")
     one, other = (compute(model, inputs, targets, estimator, batch_size=b).values for b in (first, second))
@@ -212,7 +223,7 @@ def test_leaves_the_model_as_it_was(name, estimator):
     compute(model, inputs, targets, estimator)
     assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
     assert all(module.training for module in model.modules())
-    assert [p.requires_grad for p in model.parameters()][0] is False
+    assert not frozen.requires_grad
     assert torch.equal(held.grad, torch.ones_like(held))
     assert all(p.grad is None for p in model.parameters() if p is not held)
     assert torch.equal(torch.get_rng_state(), state)

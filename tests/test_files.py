@@ -1,6 +1,7 @@
 import errno
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -36,10 +37,10 @@ def test_leaves_the_old_file_when_interrupted(tmp_path, error):
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_named(tmp_path):
     def write():
-        with atomic_write(tmp_path / "file"), open("/dev/full", "wb") as full:
+        with atomic_write(tmp_path / "file"), Path("/dev/full").open("wb") as full:
             full.write(b"x" * 100_000)
 
     with pytest.raises(StorageError, match="the disk is full") as caught:

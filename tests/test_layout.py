@@ -9,7 +9,9 @@ from ewc_finetune.errors import DataError
 from ewc_finetune.models import CNN, MLP
 
 CPU = torch.device("cpu")
-IMAGES = as_domain(TensorDataset(torch.full((3, 1, 8, 8), 255, dtype=torch.uint8), torch.zeros(3, dtype=torch.long)), "pictures")
+IMAGES = as_domain(
+    TensorDataset(torch.full((3, 1, 8, 8), 255, dtype=torch.uint8), torch.zeros(3, dtype=torch.long)), "pictures"
+)
 
 
 def test_an_image_goes_flat_into_a_flat_network_and_as_it_is_into_another():

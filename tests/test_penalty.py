@@ -66,7 +66,9 @@ def test_agrees_with_the_loop_over_anchors(stack):
     for (name, p), g in zip(model.named_parameters(), gradients, strict=True):
         found = torch.zeros_like(p) if p.grad is None else p.grad
         wanted = torch.zeros_like(p) if g is None else g
-        torch.testing.assert_close(found / scale, wanted / scale, rtol=1e-5, atol=3e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found / scale, wanted / scale, rtol=1e-5, atol=3e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_one_anchor_keeps_its_centre_to_the_bit():

@@ -63,8 +63,15 @@ def test_the_readme_in_three_lines(model):
 
 def test_an_anchor_knows_where_it_comes_from(model, tmp_path):
     anchor = ewc.consolidate(
-        model, OLD, name="old", estimator="sampled", samples=50, seed=3, exclude=["body.norm*"], output=tmp_path / "a.safetensors"
-    )  # fmt: skip
+        model,
+        OLD,
+        name="old",
+        estimator="sampled",
+        samples=50,
+        seed=3,
+        exclude=["body.norm*"],
+        output=tmp_path / "a.safetensors",
+    )
     origin = ewc.Anchor.load(tmp_path / "a.safetensors").provenance
     assert (origin.name, origin.estimator, origin.samples, origin.seed) == ("old", "sampled", 50, 3)
     assert set(origin.excluded) == {"body.norm1.weight", "body.norm1.bias"}
@@ -173,16 +180,29 @@ def test_lambda_holds(model, anchor):
 def test_two_anchors_pull_together_whatever_the_optimizer(model, anchor, optimizer):
     second = ewc.consolidate(ewc.finetune(copy.deepcopy(model), NEW, epochs=2, lr=0.01).model, NEW, name="new")
     done = ewc.finetune(
-        copy.deepcopy(model), blobs(-3.0, 2), anchors=[anchor, second], lambdas=[10.0, 20.0], epochs=1, optimizer=optimizer,
+        copy.deepcopy(model),
+        blobs(-3.0, 2),
+        anchors=[anchor, second],
+        lambdas=[10.0, 20.0],
+        epochs=1,
+        optimizer=optimizer,
         lr=1e-3,
-    )  # fmt: skip
+    )
     assert all(line["penalty"] > 0 for line in done.history if "penalty" in line)
 
 
 def test_history_and_run_folder(model, anchor, tmp_path):
     done = ewc.finetune(
-        model, NEW, anchors=anchor, epochs=3, batch_size=20, log_every=4, eval_on=[OLD], output=tmp_path / "m.pt", architecture="x:Y"
-    )  # fmt: skip
+        model,
+        NEW,
+        anchors=anchor,
+        epochs=3,
+        batch_size=20,
+        log_every=4,
+        eval_on=[OLD],
+        output=tmp_path / "m.pt",
+        architecture="x:Y",
+    )
     lines = [json.loads(line) for line in (done.run / "metrics.jsonl").read_text().splitlines()]
     assert lines == done.history
     assert [line["step"] for line in lines if "loss" in line] == [1, 4, 6, 8, 12, 16, 18]
@@ -199,7 +219,15 @@ def test_history_and_run_folder(model, anchor, tmp_path):
 
 def test_lineage_is_handed_on(model, anchor, tmp_path):
     anchor = anchor.save(tmp_path / "a.safetensors")
-    done = ewc.finetune(model, NEW, anchors=anchor, lambdas=7, epochs=1, output=tmp_path / "m.pt", architecture="mlp?in_features=4&hidden=16&num_classes=3")
+    done = ewc.finetune(
+        model,
+        NEW,
+        anchors=anchor,
+        lambdas=7,
+        epochs=1,
+        output=tmp_path / "m.pt",
+        architecture="mlp?in_features=4&hidden=16&num_classes=3",
+    )
     second = ewc.consolidate(done.output, NEW)
     (entry,) = second.provenance.lineage
     assert entry == {"name": anchor.provenance.name, "sha256": anchor.digest, "lambda": 7.0}
@@ -209,7 +237,9 @@ def test_lineage_is_handed_on(model, anchor, tmp_path):
         note = notes.append
         bar = ewc.progress.Silent().bar
 
-    ewc.finetune(done.output, OLD, anchors=[anchor, second.save(tmp_path / "b.safetensors")], epochs=0, progress=Notes())
+    ewc.finetune(
+        done.output, OLD, anchors=[anchor, second.save(tmp_path / "b.safetensors")], epochs=0, progress=Notes()
+    )
     assert any("counts the older domain twice" in note for note in notes)
 
 
@@ -327,8 +357,12 @@ def test_an_anchor_of_a_module_without_architecture_says_so(anchor, tmp_path):
     with pytest.raises(ArchitectureError, match="does not say what architecture"):
         ewc.finetune(None, NEW, anchors=tmp_path / "a.safetensors")
     done = ewc.finetune(
-        None, NEW, anchors=tmp_path / "a.safetensors", architecture="mlp?in_features=4&hidden=16&num_classes=3", epochs=1
-    )  # fmt: skip
+        None,
+        NEW,
+        anchors=tmp_path / "a.safetensors",
+        architecture="mlp?in_features=4&hidden=16&num_classes=3",
+        epochs=1,
+    )
     assert done.steps == 2
 
 

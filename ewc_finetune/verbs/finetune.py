@@ -237,7 +237,7 @@ class _Journal:
         """Close a run that ends early, and say what is left of it."""
         if self.folder is None:
             return
-        self.folder.stop("interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error}")
+        self.folder.stop(f"failed: {error}" if isinstance(error, Exception) else "interrupted")
         if self.folder.last.exists():
             self.progress.note(f"the state after the last whole epoch is kept: {self.folder.last}")
 

@@ -1,0 +1,377 @@
+"""Every command through click's runner, as a user would type it, and the ways in which it can go wrong."""
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ewc_finetune import __version__
+from ewc_finetune.anchor import Anchor
+
+DATA = "digits?limit=300"
+NEW = "digits?limit=300&rotate=90"
+
+
+@pytest.fixture
+def start(ewc_ft, tmp_path):
+    """A checkpoint and its anchor in the working folder, made by the commands themselves."""
+    ewc_ft("finetune", "--model", "mlp?hidden=16", "--data", DATA, "--epochs", 8, "--lr", 0.01, "--output", "model.pt")
+    ewc_ft("consolidate", "model.pt", "--data", DATA)
+    return tmp_path
+
+
+def test_the_whole_job(ewc_ft, start):
+    result = ewc_ft(
+        "finetune", "--anchors", "model.anchor.safetensors", "--data", NEW, "--eval", "digits", "--eval", NEW
+    )
+    assert re.search(r"digits +0\.\d{4} +0\.\d{4} +[+-]0\.\d{4}", result.stderr)
+    assert result.stdout == ""
+    assert (start / "model-digits-limit-300-rotate-90.pt").is_file()
+    assert (start / "model-digits-limit-300-rotate-90.run" / "figure.png").is_file()
+    result = ewc_ft("evaluate", "model-digits-limit-300-rotate-90.pt", "--data", "digits", "--data", NEW, "--json")
+    scores = json.loads(result.stdout)["scores"]
+    assert [s["domain"] for s in scores] == ["digits", NEW]
+    assert [s["samples"] for s in scores] == [359, 300]
+
+
+def test_consolidate_says_what_it_did(ewc_ft, start):
+    result = ewc_ft(
+        "consolidate",
+        "model.pt",
+        "--data",
+        DATA,
+        "--output",
+        "b.safetensors",
+        "--name",
+        "old",
+        "--json",
+        "--estimator",
+        "sampled",
+        "--samples",
+        100,
+        "--exclude",
+        "head.*",
+    )
+    document = json.loads(result.stdout)
+    assert document["sha256"] == Anchor.load("b.safetensors").digest
+    assert document["bytes"] == (start / "b.safetensors").stat().st_size
+    assert document["provenance"]["samples"] == 100
+    assert document["provenance"]["checkpoint"]["architecture"].startswith("mlp?in_features=64&hidden=16")
+    assert sum(layer["share"] for layer in document["importance"]) == pytest.approx(1)
+    for text in (
+        "share of Fisher",
+        "body.linear1",
+        "accuracy 0.",
+        "left free: head.bias",
+        "100 samples",
+        document["sha256"],
+        "1 x 8 x 8, flattened to 64 values",
+        "sample/s",
+    ):
+        assert text in result.stderr
+
+
+def test_quiet_is_quiet(ewc_ft, start):
+    result = ewc_ft("consolidate", "model.pt", "--data", DATA, "--output", "b.safetensors", "--quiet")
+    assert result.output == ""
+    assert ewc_ft("evaluate", "model.pt", "--data", DATA, "--quiet").output == ""
+
+
+def test_an_anchor_can_be_evaluated(ewc_ft, start):
+    of_model, of_anchor = (
+        json.loads(ewc_ft("evaluate", f, "--data", DATA, "--json", "--quiet").stdout)["scores"]
+        for f in ("model.pt", "model.anchor.safetensors")
+    )
+    assert of_model == of_anchor
+
+
+def test_same_seed_same_bytes(ewc_ft, start):
+    for name in ("one", "two"):
+        ewc_ft("consolidate", "model.pt", "--data", DATA, "--output", f"{name}.safetensors", "--estimator", "sampled")
+        ewc_ft("finetune", "--anchors", f"{name}.safetensors", "--data", NEW, "--epochs", 1, "--output", f"{name}.pt")
+    for kind in ("safetensors", "pt"):
+        assert (start / f"one.{kind}").read_bytes() == (start / f"two.{kind}").read_bytes()
+    ewc_ft(
+        "finetune", "--anchors", "one.safetensors", "--data", NEW, "--epochs", 1, "--output", "three.pt", "--seed", 1
+    )
+    assert (start / "three.pt").read_bytes() != (start / "one.pt").read_bytes()
+
+
+def test_somebody_elses_checkpoint_takes_arch_once(ewc_ft, tmp_path):
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Sequential):\n"
+        "    def __init__(self, width):\n"
+        "        super().__init__(nn.Flatten(), nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 10))\n"
+    )
+    torch.manual_seed(0)
+    torch.save(nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 10)).state_dict(), "theirs.pt")
+    result = ewc_ft("consolidate", "theirs.pt", "--data", DATA, expect=1)
+    assert "--arch" in result.stderr
+    ewc_ft("consolidate", "theirs.pt", "--data", DATA, "--arch", "nets:Net?width=8")
+    ewc_ft("finetune", "--anchors", "theirs.anchor.safetensors", "--data", NEW, "--epochs", 1, "--output", "new.pt")
+    ewc_ft("evaluate", "new.pt", "--data", DATA)
+    assert list(torch.load("new.pt", weights_only=True)) == ["1.weight", "1.bias", "3.weight", "3.bias"]
+
+
+def test_two_anchors(ewc_ft, start):
+    ewc_ft("finetune", "--anchors", "model.anchor.safetensors", "--data", NEW, "--epochs", 1, "--output", "second.pt")
+    ewc_ft("consolidate", "second.pt", "--data", NEW)
+    result = ewc_ft(
+        "finetune",
+        "--anchors",
+        "model.anchor.safetensors",
+        "--anchors",
+        "second.anchor.safetensors",
+        "--lambda",
+        10,
+        "--lambda",
+        20,
+        "--data",
+        "digits?permute=1",
+        "--epochs",
+        1,
+    )
+    assert "counts the older domain twice" in result.stderr
+    assert (start / "second-digits-permute-1.pt").is_file()
+    run = json.loads((start / "second-digits-permute-1.run" / "run.json").read_text())
+    assert [a["lambda"] for a in run["options"]["anchors"]] == [10, 20]
+
+
+BAD = {
+    "no such checkpoint": (["consolidate", "none.pt", "--data", DATA], 1, "there is no checkpoint at none.pt"),
+    "no data": (["consolidate", "model.pt"], 2, "Missing option '--data'"),
+    "no such data": (
+        ["consolidate", "model.pt", "--data", "mnits", "--output", "new.safetensors"],
+        2,
+        "Did you mean 'mnist'",
+    ),
+    "no such estimator": (
+        ["consolidate", "model.pt", "--data", DATA, "--estimator", "best"],
+        2,
+        "'best' is not one of",
+    ),
+    "negative lambda": (
+        ["finetune", "--anchors", "model.anchor.safetensors", "--data", NEW, "--lambda", "-1"],
+        2,
+        "lambda is -1",
+    ),
+    "lambda that is no number": (
+        ["finetune", "--anchors", "model.anchor.safetensors", "--data", NEW, "--lambda", "x"],
+        2,
+        "'x'",
+    ),
+    "lambda nan": (
+        ["finetune", "--anchors", "model.anchor.safetensors", "--data", NEW, "--lambda", "nan"],
+        2,
+        "lambda is nan",
+    ),
+    "too many lambdas": (
+        ["finetune", "--anchors", "model.anchor.safetensors", "--data", NEW, "--lambda", "1", "--lambda", "2"],
+        2,
+        "2 lambdas for 1 anchors",
+    ),
+    "nothing to start from": (["finetune", "--data", NEW], 2, "nothing to start from"),
+    "a checkpoint for an anchor": (
+        ["finetune", "--anchors", "model.pt", "--data", NEW],
+        1,
+        "not a whole safetensors file",
+    ),
+    "a wrong shape": (
+        ["finetune", "--anchors", "model.anchor.safetensors", "--data", "digits?size=9"],
+        1,
+        "samples have shape 1 x 9 x 9; the model takes 1 x 8 x 8",
+    ),
+    "an architecture that does not fit": (
+        ["evaluate", "model.pt", "--data", DATA, "--arch", "mlp"],
+        1,
+        "(16, 64) in the checkpoint and (256, 784) in the architecture",
+    ),
+    "output exists": (["consolidate", "model.pt", "--data", DATA], 1, "--overwrite"),
+    "an unknown option": (["evaluate", "model.pt", "--dta", DATA], 2, "No such option"),
+    "an unknown command": (["evalute"], 2, "No such command"),
+    "output nowhere": (["consolidate", "model.pt", "--data", DATA, "--output", "no/where"], 1, "does not exist"),
+    "no samples": (["consolidate", "model.pt", "--data", DATA, "--samples", "0"], 2, "x>=1"),
+}
+
+
+def test_bad_input_is_one_sentence_and_an_exit_code(ewc_ft, start):
+    before = sorted(p.name for p in start.iterdir())
+    for name, (arguments, code, message) in BAD.items():
+        result = ewc_ft(*arguments, expect=code)
+        assert message in result.stderr, (name, result.stderr)
+        assert "Traceback" not in result.output, name
+        assert sorted(p.name for p in start.iterdir()) == before, name
+
+
+def test_damaged_files(ewc_ft, start):
+    for content in (b"", b"nonsense" * 10, (start / "model.anchor.safetensors").read_bytes()[:-5]):
+        (start / "bad.safetensors").write_bytes(content)
+        assert "bad.safetensors" in ewc_ft("finetune", "--anchors", "bad.safetensors", "--data", NEW, expect=1).stderr
+        (start / "bad.pt").write_bytes(content)
+        assert "bad.pt" in ewc_ft("consolidate", "bad.pt", "--data", DATA, expect=1).stderr
+    torch.save(nn.Linear(2, 2), "pickled.pt")
+    assert "asks for more than tensors" in ewc_ft("consolidate", "pickled.pt", "--data", DATA, expect=1).stderr
+
+
+def test_anchors_of_different_models_are_refused(ewc_ft, start):
+    ewc_ft("finetune", "--model", "mlp?hidden=8", "--data", DATA, "--epochs", 1, "--output", "other.pt")
+    ewc_ft("consolidate", "other.pt", "--data", DATA)
+    arguments = [
+        "finetune",
+        "--anchors",
+        "other.anchor.safetensors",
+        "--anchors",
+        "model.anchor.safetensors",
+        "--data",
+        NEW,
+    ]
+    result = ewc_ft(*arguments, expect=1)
+    assert "other.anchor.safetensors does not fit the model" in result.stderr
+    assert "(8,) in the anchor and (16,) in the model" in result.stderr
+
+
+def test_a_negative_fisher_in_a_file_is_refused(ewc_ft, start):
+    from safetensors import safe_open
+
+    with safe_open("model.anchor.safetensors", "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file("model.anchor.safetensors")
+    tensors["fisher.head.bias"][0] = -1
+    save_file(tensors, "bad.safetensors", metadata)
+    assert (
+        "fisher.head.bias holds negative"
+        in ewc_ft("finetune", "--anchors", "bad.safetensors", "--data", NEW, expect=1).stderr
+    )
+
+
+def test_debug_shows_the_traceback(ewc_ft):
+    from click.testing import CliRunner
+
+    from ewc_finetune.cli import main
+
+    result = CliRunner().invoke(main, ["evaluate", "none.pt", "--data", DATA, "--debug"])
+    assert type(result.exception).__name__ == "CheckpointError"
+
+
+def test_an_error_nobody_foresaw_asks_for_a_report(ewc_ft, monkeypatch):
+    import ewc_finetune.verbs.evaluate
+
+    def fail(*args, **kwargs):
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(ewc_finetune.verbs.evaluate, "evaluate", fail)
+    result = ewc_ft("evaluate", "m.pt", "--data", DATA, expect=1)
+    assert "ZeroDivisionError: oh" in result.stderr
+    assert "--debug" in result.stderr
+
+
+def test_version_and_help(ewc_ft):
+    assert __version__ in ewc_ft("--version").stdout
+    for command in ((), ("consolidate",), ("finetune",), ("evaluate",)):
+        assert "Usage: " in ewc_ft(*command, "--help").stdout
+    shown = subprocess.run([sys.executable, "-m", "ewc_finetune", "--help"], capture_output=True, text=True, check=True)
+    assert shown.stdout.startswith("Usage: ewc-ft")
+
+
+def spawn(arguments, folder, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "ewc_finetune", *map(str, arguments)],
+        cwd=folder,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def wait_for(path, process, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+LONG = ["finetune", "--anchors", "model.anchor.safetensors", "--data", NEW, "--epochs", 100_000, "--output", "long.pt"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupting_a_finetune_keeps_the_last_epoch(start, number, code):
+    process = spawn(LONG, start)
+    wait_for(start / "long.run" / "last.pt", process)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == code, errors
+    assert "last.pt" in errors
+    assert "Traceback" not in errors
+    assert not (start / "long.pt").exists()
+    assert torch.load(start / "long.run" / "last.pt", weights_only=True)
+    assert json.loads((start / "long.run" / "run.json").read_text())["status"] == "interrupted"
+    assert not list(start.rglob("*.tmp"))
+
+
+@pytest.mark.slow
+def test_interrupting_a_consolidation_leaves_nothing(start):
+    before = sorted(p.name for p in start.iterdir())
+    process = spawn(
+        ["consolidate", "model.pt", "--data", "digits", "--batch-size", 1, "--output", "c.safetensors"], start
+    )
+    assert "8 x 8" in process.stderr.readline()  # the work begins
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    assert sorted(p.name for p in start.iterdir()) == before
+
+
+@pytest.mark.slow
+def test_sigkill_leaves_whole_lines_and_no_checkpoint(start):
+    process = spawn([*LONG, "--log-every", 1], start)
+    wait_for(start / "long.run" / "last.pt", process)
+    process.kill()
+    process.communicate(timeout=30)
+    for line in (start / "long.run" / "metrics.jsonl").read_text().splitlines():
+        json.loads(line)
+    assert not (start / "long.pt").exists()
+    assert torch.load(start / "long.run" / "last.pt", weights_only=True)
+
+
+@pytest.mark.slow
+def test_two_at_once_do_not_share_a_run_folder(start):
+    arguments = [*LONG[:-4], "--epochs", 30, "--output", "same.pt"]
+    both = [spawn(arguments, start) for _ in range(2)]
+    errors = [p.communicate(timeout=60)[1] for p in both]
+    assert sorted(p.returncode for p in both) == [0, 1], errors
+    assert "the run folder same.run exists" in "".join(errors)
+    assert torch.load(start / "same.pt", weights_only=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["consolidate", "finetune"])
+def test_a_disk_without_room(start, command):
+    """A limit on the size of files stands for the end of the disk: writes fail in the middle."""
+
+    def little_room():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+
+    arguments = {
+        "consolidate": ["consolidate", "model.pt", "--data", DATA, "--output", "full.safetensors"],
+        "finetune": ["finetune", "--model", "model.pt", "--data", NEW, "--epochs", 1, "--output", "full.pt"],
+    }[command]
+    before = sorted(p.name for p in start.iterdir())
+    process = spawn(arguments, start, preexec_fn=little_room, env={**os.environ, "MPLCONFIGDIR": str(start / "mpl")})
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1, errors
+    assert "cannot write" in errors
+    assert "Traceback" not in errors
+    assert sorted(p.name for p in start.iterdir() if p.name != "mpl") == before
