@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
+
+from ewc_finetune.address import suggest
+from ewc_finetune.errors import UsageError
 
 Estimator = Literal["exact", "sampled", "empirical", "predicted", "batched"]
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
@@ -21,3 +25,13 @@ DEVICES: tuple[DeviceName, ...] = get_args(DeviceName)
 
 Split = Literal["train", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
+
+
+def check_choice(option: str, value: str, choices: Sequence[str]) -> None:
+    """Refuse a word that is not among the choices.
+
+    Raises:
+        UsageError: naming the option and the nearest choice.
+    """
+    if value not in choices:
+        raise UsageError(f"{option} is {value!r}. {suggest(str(value), choices)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import shutil
@@ -43,7 +44,15 @@ class RunFolder:
                     f"the run folder {path} exists ({_status(path)}). Choose another --output, or replace it with "
                     "--overwrite"
                 ) from None
-            self._metrics = (path / "metrics.jsonl").open("w", encoding="utf-8")
+        try:
+            self._open(options)
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+
+    def _open(self, options: Mapping[str, Any]) -> None:
+        with storage_errors(self.path):
+            self._metrics = (self.path / "metrics.jsonl").open("w", encoding="utf-8")
         self._document: dict[str, Any] = {
             "status": "running",
             "started": _now(),
@@ -78,9 +87,11 @@ class RunFolder:
 
     def stop(self, status: str) -> None:
         """Record why the run ended early, if an epoch's state is worth keeping; else leave no folder behind."""
-        self._metrics.close()
+        with contextlib.suppress(OSError):
+            self._metrics.close()
         if self.last.exists():
-            self.update(status=status, ended=_now())
+            with contextlib.suppress(StorageError):  # the disk may be what stopped the run
+                self.update(status=status, ended=_now())
         else:
             shutil.rmtree(self.path, ignore_errors=True)
 

@@ -41,8 +41,8 @@ class Schedule:
     log_every: int
 
 
-class Journal(Protocol):
-    """Who keeps what happens."""
+class Observer(Protocol):
+    """Who is told what happens."""
 
     def log(self, line: dict[str, Any]) -> None:
         """Take one line: `step`, `epoch`, `loss` (mean task loss since the last line), `penalty` (now)."""
@@ -60,7 +60,7 @@ def train(
     schedule: Schedule,
     shuffle: torch.Generator,
     bar: Bar,
-    journal: Journal,
+    observer: Observer,
 ) -> int:
     """Train the model on one domain, pulled back by the penalty.
 
@@ -73,7 +73,7 @@ def train(
         schedule: How long and how fast.
         shuffle: Draws the order of the samples.
         bar: Told of every step, with task loss and penalty apart.
-        journal: Told of losses every `log_every` steps, and of every epoch whose weights are finite.
+        observer: Told of losses every `log_every` steps, and of every epoch whose weights are finite.
 
     Returns:
         The number of optimizer steps.
@@ -107,13 +107,13 @@ def train(
             step += 1
             recent.append(loss.detach())
             if step == 1 or step % schedule.log_every == 0:
-                _report(recent, step, epoch, penalty, bar, journal)
+                _report(recent, step, epoch, penalty, bar, observer)
         if recent:
-            _report(recent, step, epoch, penalty, bar, journal)
+            _report(recent, step, epoch, penalty, bar, observer)
         if step == 0:
             raise DataError(f"{domain.name} has no batch to train on")
         _check_weights(model, step)
-        journal.epoch_done(epoch, step)
+        observer.epoch_done(epoch, step)
     return step
 
 
@@ -132,7 +132,7 @@ def _report(
     epoch: int,
     penalty: Penalty | None,
     bar: Bar,
-    journal: Journal,
+    observer: Observer,
 ) -> None:
     """Check the losses since the last report, log their mean, and forget them."""
     losses = torch.stack(recent)
@@ -146,7 +146,7 @@ def _report(
     loss = losses.mean().item()
     held = penalty.value() if penalty is not None else 0.0
     bar.advance(len(recent), loss=loss, **({} if penalty is None else {"penalty": held}))
-    journal.log({"step": step, "epoch": epoch, "loss": loss, "penalty": held})
+    observer.log({"step": step, "epoch": epoch, "loss": loss, "penalty": held})
     recent.clear()
 
 

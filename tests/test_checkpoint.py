@@ -268,5 +268,9 @@ def test_completing_an_architecture_from_the_data():
 
 
 def test_importing_the_package_does_not_import_torch():
-    code = "import sys, ewc_finetune.cli; ewc_finetune.cli.main(['--help'], standalone_mode=False); assert 'torch' not in sys.modules"
+    code = (
+        "import sys, ewc_finetune.cli\n"
+        "ewc_finetune.cli.main(['--help'], standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

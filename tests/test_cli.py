@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import click
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -107,7 +108,7 @@ def test_same_seed_same_bytes(ewc_ft, start):
 
 
 def test_somebody_elses_checkpoint_takes_arch_once(ewc_ft, tmp_path):
-    (tmp_path / "nets.py").write_text(
+    (tmp_path / "their_nets.py").write_text(
         "from torch import nn\n"
         "class Net(nn.Sequential):\n"
         "    def __init__(self, width):\n"
@@ -117,7 +118,7 @@ def test_somebody_elses_checkpoint_takes_arch_once(ewc_ft, tmp_path):
     torch.save(nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 10)).state_dict(), "theirs.pt")
     result = ewc_ft("consolidate", "theirs.pt", "--data", DATA, expect=1)
     assert "--arch" in result.stderr
-    ewc_ft("consolidate", "theirs.pt", "--data", DATA, "--arch", "nets:Net?width=8")
+    ewc_ft("consolidate", "theirs.pt", "--data", DATA, "--arch", "their_nets:Net?width=8")
     ewc_ft("finetune", "--anchors", "theirs.anchor.safetensors", "--data", NEW, "--epochs", 1, "--output", "new.pt")
     ewc_ft("evaluate", "new.pt", "--data", DATA)
     assert list(torch.load("new.pt", weights_only=True)) == ["1.weight", "1.bias", "3.weight", "3.bias"]
@@ -375,3 +376,22 @@ def test_a_disk_without_room(start, command):
     assert "cannot write" in errors
     assert "Traceback" not in errors
     assert sorted(p.name for p in start.iterdir() if p.name != "mpl") == before
+
+
+def test_the_commands_have_the_defaults_of_the_functions():
+    from inspect import Parameter, signature
+
+    import ewc_finetune
+    from ewc_finetune.cli import main
+
+    for name in ("consolidate", "finetune", "evaluate"):
+        function = signature(getattr(ewc_finetune, name)).parameters
+        command = main.commands[name]
+        for option in command.params:
+            if option.name not in function or option.required or option.multiple:
+                continue
+            wanted = function[option.name].default
+            if wanted not in (None, Parameter.empty):  # how click says that there is none is its own affair
+                assert option.get_default(click.Context(command)) == wanted, (name, option.name)
+    (strength,) = [option for option in main.commands["finetune"].params if option.name == "lambdas"]
+    assert strength.default == [signature(ewc_finetune.finetune).parameters["lambdas"].default]

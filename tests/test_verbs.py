@@ -20,6 +20,7 @@ from ewc_finetune.errors import (
     StorageError,
     UsageError,
 )
+from ewc_finetune.likelihood import get_likelihood
 from ewc_finetune.models import MLP
 
 
@@ -300,6 +301,8 @@ def test_outputs_are_never_lost(model, anchor, tmp_path):
         ({"lr": 0.0}, UsageError, "lr is 0"),
         ({"batch_size": 0}, UsageError, "batch size is 0"),
         ({"momentum": 1.0}, UsageError, "momentum is 1"),
+        ({"optimizer": "adm"}, UsageError, "optimizer is 'adm'. Did you mean 'adam'"),
+        ({"norm_stats": "fixed"}, UsageError, "norm stats is 'fixed'"),
         ({"device": "cuda"}, DeviceError, "finds no CUDA device"),
         ({"eval_on": ["mnits"]}, UsageError, "Did you mean 'mnist'"),
     ],
@@ -325,6 +328,25 @@ def test_data_that_does_not_suit(model, anchor):
         with pytest.raises(DataError, match="has no labels"):
             verb(model, TensorDataset(NEW.tensors[0]))
     assert ewc.consolidate(model, TensorDataset(OLD.tensors[0])).provenance.scores == {}
+
+
+def test_an_unknown_estimator_is_not_taken_for_another(model):
+    with pytest.raises(UsageError, match="estimator is 'exakt'. Did you mean 'exact'"):
+        ewc.consolidate(model, OLD, estimator="exakt")
+    with pytest.raises(UsageError, match="estimator is 'exakt'"):
+        ewc.diagonal_fisher(model, [OLD.tensors], get_likelihood("categorical"), "exakt")
+    with pytest.raises(UsageError, match="no likelihood is called 'gaussian'"):
+        ewc.consolidate(model, OLD, likelihood="gaussian")
+
+
+def test_a_shuffling_loader_does_not_move_the_callers_random_state(model):
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    loader = DataLoader(OLD, batch_size=16, shuffle=True)
+    one, other = ewc.consolidate(model, loader, samples=32), ewc.consolidate(model, loader, samples=32)
+    ewc.evaluate(model, loader)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert one.provenance.data["fingerprint"] == other.provenance.data["fingerprint"]
 
 
 def test_what_there_is_nothing_to_start_from(tmp_path):

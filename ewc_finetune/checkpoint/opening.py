@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from ewc_finetune.anchor import check_finite
 from ewc_finetune.checkpoint import state_dict
+from ewc_finetune.checkpoint.architecture import build, complete
 from ewc_finetune.checkpoint.state_dict import Checkpoint, Record, build_model, load_checkpoint
+from ewc_finetune.devices import random_state_kept
 
 
 @dataclass(frozen=True)
@@ -60,3 +63,14 @@ def open_checkpoint(checkpoint: Checkpoint, architecture: str | None = None) -> 
         checkpoint.sha256,
         checkpoint.format,
     )
+
+
+def open_fresh(architecture: str, sample_shape: tuple[int, ...], num_classes: int, seed: int) -> Opened:
+    """Build an architecture with fresh weights for data of this shape and so many classes.
+
+    Raises:
+        ArchitectureError: see `build`.
+    """
+    text = complete(architecture, sample_shape, num_classes)
+    with random_state_kept(torch.device("cpu"), seed):
+        return Opened(build(text, trusted=True), text, Record(architecture=text))

@@ -146,8 +146,9 @@ def save_checkpoint(path: Path, model: nn.Module, record: Record) -> None:
             # To an open file: given a path, torch would write the temporary name into the archive.
             torch.save(state, file)
         except RuntimeError as error:
-            reason = error.__context__ if isinstance(error.__context__, OSError) else error
-            raise StorageError(f"cannot write {path}: {reason}. Nothing was left behind") from error
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None  # torch's writer hides what the system said
+            raise StorageError(f"cannot write {path}: {error}. Nothing was left behind") from error
 
 
 def _is_safetensors(path: Path) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import click
@@ -24,9 +26,9 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, turning exceptions into exit codes."""
         debug = ctx.params.pop("debug")
-        previous = signal.signal(signal.SIGTERM, _terminate)
         try:
-            return super().invoke(ctx)
+            with _leaving_politely():
+                return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit):
             raise
         except KeyboardInterrupt:
@@ -47,13 +49,19 @@ class Command(click.Command):
                 err=True,
             )
             ctx.exit(1)
-        finally:
-            signal.signal(signal.SIGTERM, previous)
 
 
-def _terminate(signum: int, frame: object) -> None:
-    """Leave through every `finally`, so that no temporary file stays behind."""
-    sys.exit(TERMINATED)
+@contextlib.contextmanager
+def _leaving_politely() -> Iterator[None]:
+    """Have SIGTERM leave through every `finally`, as Ctrl-C does, so that no temporary file stays behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals belong to the main thread
+        return
+    previous = signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(TERMINATED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def common_options(function: F) -> F:

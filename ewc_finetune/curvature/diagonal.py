@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ewc_finetune.choices import Estimator
+from ewc_finetune.choices import ESTIMATORS, Estimator, check_choice
 from ewc_finetune.curvature.per_sample import Engine, batch_mean, one_at_a_time, vectorised
 from ewc_finetune.devices import random_state_kept
 from ewc_finetune.errors import DataError, NonFiniteError
@@ -63,9 +63,11 @@ def diagonal_fisher(
         bar: Told of every chunk of samples.
 
     Raises:
+        UsageError: for an unknown estimator.
         DataError: if there is no sample, or outputs or labels do not suit the likelihood.
         NonFiniteError: if the model's outputs, or the Fisher, hold NaN or infinity.
     """
+    check_choice("estimator", estimator, ESTIMATORS)
     if parameters is None:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if generator is None:

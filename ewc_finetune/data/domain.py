@@ -45,6 +45,18 @@ class Domain:
         counted = self.samples.dataset if isinstance(self.samples, DataLoader) else self.samples
         return len(cast("Sized", counted)) if _is_map_style(counted) else None
 
+    def count_classes(self) -> int:
+        """Return how many classes there are.
+
+        Raises:
+            DataError: if neither names nor labels say it.
+        """
+        if self.classes is not None:
+            return len(self.classes)
+        if self.labels is None or not len(self.labels):
+            raise DataError(f"{self.name} doesn't say how many classes it has; build the model and pass it as a module")
+        return int(self.labels.max()) + 1
+
     def count_batches(self, batch_size: int) -> int | None:
         """Return how many batches one walk has, or None where it is not known."""
         if self.indexable:

@@ -61,16 +61,13 @@ def find_layout(
         model: On `device`; tried in eval mode and left as it was.
         domain: Where the sample comes from.
         device: Where the model is.
-        recorded: The layout that the model's checkpoint or anchor carries, which the data then has to have.
+        recorded: The layout that the model's checkpoint or anchor carries, to say what would have been right.
 
     Raises:
         DataError: if the sample suits neither the model nor what is recorded; the shapes are named.
     """
     sample, name = domain.first().to(device), domain.name
     shape = tuple(sample.shape[1:])
-    if recorded and list(shape) != list(recorded.get("shape", shape)):
-        wanted = recorded["shape"]
-        raise DataError(f"{name}: samples have shape {_show(shape)}; the model takes {_show(wanted)}.{_advice(wanted)}")
     dtype = dtype_of(model)
     refusals = []
     for flat in (False, True) if len(shape) > 1 else (False,):
@@ -85,6 +82,9 @@ def find_layout(
         if not isinstance(outputs, Tensor) or outputs.ndim == 2 or len(shape) < 2:
             return layout
         refusals.append(f"{'flattened' if flat else 'as it is'}: outputs of shape {tuple(outputs.shape)}")
+    wanted = (recorded or {}).get("shape")
+    if wanted and list(wanted) != list(shape):
+        raise DataError(f"{name}: samples have shape {_show(shape)}; the model takes {_show(wanted)}.{_advice(wanted)}")
     raise DataError(f"{name}: a sample of shape {_show(shape)} does not go into the model ({'; '.join(refusals)})")
 
 

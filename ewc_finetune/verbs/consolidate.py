@@ -16,12 +16,12 @@ from ewc_finetune._version import __version__
 from ewc_finetune.address import parse, suggest
 from ewc_finetune.anchor import Anchor, Provenance, cpu_copy, validate
 from ewc_finetune.checkpoint.opening import open_model
-from ewc_finetune.choices import Estimator, LikelihoodName
+from ewc_finetune.choices import ESTIMATORS, Estimator, LikelihoodName, check_choice
 from ewc_finetune.curvature.diagonal import diagonal_fisher
 from ewc_finetune.data.domain import Batch, Domain, Fingerprint
 from ewc_finetune.data.layout import Layout, dtype_of
 from ewc_finetune.data.sources import resolve_domain
-from ewc_finetune.devices import choose_device, on_device
+from ewc_finetune.devices import choose_device, on_device, random_state_kept
 from ewc_finetune.errors import UsageError
 from ewc_finetune.files import check_output
 from ewc_finetune.likelihood import get_likelihood
@@ -78,6 +78,7 @@ def consolidate(
     progress = progress or Silent()
     if output is not None:
         check_output(Path(output), overwrite)
+    check_choice("estimator", estimator, ESTIMATORS)
     if samples is not None and samples < 1:
         raise UsageError(f"samples is {samples}; expected at least 1")
     if batch_size < 1:
@@ -88,7 +89,7 @@ def consolidate(
     excluded = _excluded(opened.model, exclude)
     where = choose_device(device)
     fingerprint = Fingerprint()
-    with on_device(opened.model, where):
+    with on_device(opened.model, where), random_state_kept(where, seed):
         layout = prepare(opened.model, domain, rule, where, opened.record.input, progress)
         with progress.bar(f"Fisher ({estimator})", _count(domain, samples), "sample") as bar:
             found = diagonal_fisher(
@@ -135,7 +136,7 @@ def consolidate(
             lineage=opened.record.lineage,
             scores=found.scores,
             input=layout.to_json(),
-            classes=opened.record.classes or (None if domain.classes is None else list(domain.classes)),
+            classes=opened.record.classes if domain.classes is None else list(domain.classes),
         )
         anchor = Anchor(
             weights=cpu_copy(dict(opened.model.named_parameters())),

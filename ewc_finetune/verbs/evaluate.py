@@ -15,7 +15,7 @@ from ewc_finetune.choices import LikelihoodName
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.layout import Layout, feed
 from ewc_finetune.data.sources import resolve_domain
-from ewc_finetune.devices import choose_device, on_device
+from ewc_finetune.devices import choose_device, on_device, random_state_kept
 from ewc_finetune.errors import DataError, NonFiniteError
 from ewc_finetune.likelihood import Likelihood, get_likelihood
 from ewc_finetune.modes import evaluating
@@ -72,7 +72,7 @@ def evaluate(
     rule = get_likelihood(likelihood)
     several = isinstance(data, (list, tuple)) and all(isinstance(item, str) for item in data)
     domains = [resolve_domain(item, "test", data_dir) for item in (data if several else [data])]
-    with on_device(opened.model, where):
+    with on_device(opened.model, where), random_state_kept(where):
         layouts = [prepare(opened.model, d, rule, where, opened.record.input, progress) for d in domains]
         scores = []
         for domain, layout in zip(domains, layouts, strict=True):

@@ -13,25 +13,25 @@ import torch
 from torch import nn
 
 from ewc_finetune.anchor import Anchor
-from ewc_finetune.checkpoint.architecture import FORMS, build, complete, looks_like_architecture
-from ewc_finetune.checkpoint.opening import Opened, open_checkpoint, open_model
+from ewc_finetune.checkpoint.architecture import FORMS, looks_like_architecture
+from ewc_finetune.checkpoint.opening import Opened, open_checkpoint, open_fresh, open_model
 from ewc_finetune.checkpoint.state_dict import Record, from_anchor, save_checkpoint
-from ewc_finetune.choices import NormStats, OptimizerName
+from ewc_finetune.choices import NORM_STATS, OPTIMIZERS, NormStats, OptimizerName, check_choice
 from ewc_finetune.data.domain import Domain
-from ewc_finetune.data.layout import Layout
 from ewc_finetune.data.sources import resolve_domain
 from ewc_finetune.devices import choose_device, on_device, random_state_kept
-from ewc_finetune.errors import CheckpointError, DataError, StorageError, UsageError
+from ewc_finetune.errors import CheckpointError, StorageError, UsageError
 from ewc_finetune.figures import draw_run
 from ewc_finetune.files import check_output
-from ewc_finetune.likelihood import Likelihood, get_likelihood
+from ewc_finetune.likelihood import get_likelihood
 from ewc_finetune.modes import normalisation_layers
 from ewc_finetune.penalty import Penalty
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.runs import RunFolder
 from ewc_finetune.stack import remarks, spread_lambdas
 from ewc_finetune.training import Schedule, train
-from ewc_finetune.verbs.evaluate import Score, score
+from ewc_finetune.verbs.evaluate import Score
+from ewc_finetune.verbs.journal import Journal
 from ewc_finetune.verbs.prepare import prepare
 
 DEFAULT_LAMBDA = 100.0
@@ -119,7 +119,10 @@ def finetune(
     progress = progress or Silent()
     _check_numbers(epochs=epochs, lr=lr, batch_size=batch_size, momentum=momentum, log_every=log_every)
     given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
-    strengths = spread_lambdas(lambdas, len(given)) if given else []
+    check_choice("optimizer", optimizer, OPTIMIZERS)
+    check_choice("norm stats", norm_stats or "frozen", NORM_STATS)
+    # Without anchors a lambda does nothing, but a wrong one is still an error.
+    strengths = spread_lambdas(lambdas, len(given) or 1)[: len(given)]
     output = None if output is None else Path(output)
     if output is not None:
         _check_output(output, overwrite, [model, *given])
@@ -138,7 +141,7 @@ def finetune(
         layout = prepare(start.model, domain, likelihood, where, recorded, progress)
         watched = [
             (watch, prepare(start.model, watch, likelihood, where, recorded, Silent()))
-            for watch in _watched(eval_on, data, domain, data_dir, progress)
+            for watch in _watched(eval_on, data, domain, stacked, data_dir, progress)
         ]
         penalty = Penalty(start.model, stacked, strengths) if stacked else None
         _say(progress, start, stacked, strengths, penalty, policy, fresh)
@@ -168,7 +171,7 @@ def finetune(
                 "output": str(output),
             }
             folder = RunFolder(output.with_suffix(".run"), overwrite, options)
-        journal = _Journal(start.model, watched, likelihood, where, record, folder, progress)
+        journal = Journal(start.model, watched, likelihood, where, record, folder, progress)
         try:
             before = journal.score(0, 0)
             batches = domain.count_batches(batch_size)
@@ -178,68 +181,14 @@ def finetune(
             after = journal.scores
             start.model.eval()
             if output is not None and folder is not None:
-                draw_run(folder.path / "figure.png", journal.history, f"Fine-tuning on {domain.name}")
                 save_checkpoint(output, start.model, record)
+                draw_run(folder.path / "figure.png", journal.history, f"Fine-tuning on {domain.name}")
                 folder.finish(steps=steps, before=[asdict(s) for s in before], after=[asdict(s) for s in after])
         except BaseException as error:
             journal.stop(error)
             raise
     run = None if folder is None else folder.path
     return Finetuned(start.model, before, after, journal.history, steps, policy, output, run)
-
-
-class _Journal:
-    """Keeps what happens in a run: its log, the scores of the watched domains, the last good state."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        watched: Sequence[tuple[Domain, Layout]],
-        likelihood: Likelihood,
-        device: torch.device,
-        record: Record,
-        folder: RunFolder | None,
-        progress: Progress,
-    ) -> None:
-        self.model = model
-        self.watched = watched
-        self.likelihood = likelihood
-        self.device = device
-        self.record = record
-        self.folder = folder
-        self.progress = progress
-        self.history: list[dict[str, Any]] = []
-        self.scores: list[Score] = []
-
-    def log(self, line: dict[str, Any]) -> None:
-        """Take one line of the log."""
-        self.history.append(line)
-        if self.folder is not None:
-            self.folder.log(line)
-
-    def score(self, epoch: int, step: int) -> list[Score]:
-        """Score every watched domain, now."""
-        self.scores = [
-            score(self.model, watch, layout, self.likelihood, 500, self.device) for watch, layout in self.watched
-        ]
-        self.log({"step": step, "epoch": epoch, "scores": {s.domain: asdict(s) for s in self.scores}})
-        if self.scores:
-            self.progress.note(f"epoch {epoch}: " + ", ".join(f"{s.domain} {s.accuracy:.4f}" for s in self.scores))
-        return self.scores
-
-    def epoch_done(self, epoch: int, step: int) -> None:
-        """Score the domains and keep the state, which is known to be good."""
-        self.score(epoch, step)
-        if self.folder is not None:
-            save_checkpoint(self.folder.last, self.model, self.record)
-
-    def stop(self, error: BaseException) -> None:
-        """Close a run that ends early, and say what is left of it."""
-        if self.folder is None:
-            return
-        self.folder.stop(f"failed: {error}" if isinstance(error, Exception) else "interrupted")
-        if self.folder.last.exists():
-            self.progress.note(f"the state after the last whole epoch is kept: {self.folder.last}")
 
 
 def default_output(model: str | Path | None, anchors: Sequence[str | Path], data: str) -> Path:
@@ -288,26 +237,28 @@ def _start(
         raise CheckpointError(f"there is no checkpoint at {model}, and it names no architecture either: {FORMS}")
     if architecture is not None:
         raise UsageError(f"--model {model} is an architecture already; --arch says what a checkpoint file holds")
-    known = domain.classes if domain.labels is None else range(int(domain.labels.max()) + 1)
-    if domain.classes is not None:
-        known = domain.classes
-    if known is None:
-        raise DataError(f"{domain.name} doesn't say how many classes it has; build the model and pass it as a module")
-    text = complete(str(model), tuple(domain.first().shape[1:]), len(known))
-    with random_state_kept(torch.device("cpu"), seed):
-        return Opened(build(text, trusted=True), text, Record(architecture=text)), True
+    return open_fresh(str(model), tuple(domain.first().shape[1:]), domain.count_classes(), seed), True
 
 
 def _watched(
-    eval_on: Sequence[Any] | None, data: Any, domain: Domain, data_dir: str | Path | None, progress: Progress
+    eval_on: Sequence[Any] | None,
+    data: Any,
+    domain: Domain,
+    anchors: Sequence[Anchor],
+    data_dir: str | Path | None,
+    progress: Progress,
 ) -> list[Domain]:
     """Return the domains to score: those asked for, else the test split of the new domain."""
     if eval_on is not None:
         return [resolve_domain(item, "test", data_dir) for item in eval_on]
-    if isinstance(data, str) and domain.split is not None:
-        return [resolve_domain(data, "test", data_dir)]
-    progress.note(f"{domain.name} has no test split, so nothing is scored; name the domains to score with --eval")
-    return []
+    found = [resolve_domain(data, "test", data_dir)] if isinstance(data, str) and domain.split is not None else []
+    if not found:
+        progress.note(f"{domain.name} has no test split, so nothing is scored; --eval names domains to score")
+    elif anchors:
+        progress.note(
+            f"only {domain.name} is scored; where old data is at hand, --eval OLD --eval {domain.name} shows what stays"
+        )
+    return found
 
 
 def _lineage(record: Record, anchors: Sequence[Anchor], strengths: Sequence[float]) -> list[dict[str, Any]]:

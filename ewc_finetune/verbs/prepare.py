@@ -35,4 +35,7 @@ def prepare(
     if domain.labels is not None:
         likelihood.check_targets(domain.labels, tuple(outputs.shape[1:]), domain.name)
     progress.note(f"{domain.name}: samples of {layout.describe()}")
+    trained_on = tuple(recorded.get("shape", layout.shape))
+    if trained_on != layout.shape:
+        progress.note(f"{domain.name}: the model was trained on samples of another shape, {trained_on}")
     return layout

@@ -1,0 +1,77 @@
+"""What happens in a run of `finetune`: its log, the scores of the watched domains, the last good state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from ewc_finetune.checkpoint.state_dict import Record, save_checkpoint
+from ewc_finetune.data.domain import Domain
+from ewc_finetune.data.layout import Layout
+from ewc_finetune.likelihood import Likelihood
+from ewc_finetune.progress import Progress
+from ewc_finetune.runs import RunFolder
+from ewc_finetune.verbs.evaluate import Score, score
+
+
+class Journal:
+    """Keeps what happens in a run, in memory and in the run folder where there is one.
+
+    Attributes:
+        history: The lines of the log so far.
+        scores: The latest scores of the watched domains.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        watched: Sequence[tuple[Domain, Layout]],
+        likelihood: Likelihood,
+        device: torch.device,
+        record: Record,
+        folder: RunFolder | None,
+        progress: Progress,
+    ) -> None:
+        self.model = model
+        self.watched = watched
+        self.likelihood = likelihood
+        self.device = device
+        self.record = record
+        self.folder = folder
+        self.progress = progress
+        self.history: list[dict[str, Any]] = []
+        self.scores: list[Score] = []
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Take one line of the log."""
+        self.history.append(line)
+        if self.folder is not None:
+            self.folder.log(line)
+
+    def score(self, epoch: int, step: int) -> list[Score]:
+        """Score every watched domain, now."""
+        self.scores = [
+            score(self.model, watch, layout, self.likelihood, 500, self.device) for watch, layout in self.watched
+        ]
+        self.log({"step": step, "epoch": epoch, "scores": {s.domain: asdict(s) for s in self.scores}})
+        if self.scores:
+            self.progress.note(f"epoch {epoch}: " + ", ".join(f"{s.domain} {s.accuracy:.4f}" for s in self.scores))
+        return self.scores
+
+    def epoch_done(self, epoch: int, step: int) -> None:
+        """Score the domains and keep the state, which is known to be good."""
+        self.score(epoch, step)
+        if self.folder is not None:
+            save_checkpoint(self.folder.last, self.model, self.record)
+
+    def stop(self, error: BaseException) -> None:
+        """Close a run that ends early, and say what is left of it."""
+        if self.folder is None:
+            return
+        self.folder.stop(f"failed: {error}" if isinstance(error, Exception) else "interrupted")
+        if self.folder.last.exists():
+            self.progress.note(f"the state after the last whole epoch is kept: {self.folder.last}")
