@@ -9,7 +9,7 @@ score reached on Fashion-MNIST.
     python examples/mnist_to_fmnist.py                      about 7 minutes on two cores
     python examples/mnist_to_fmnist.py --quick              a few seconds, to see that it runs
 
-Writes frontier.png, frontier.csv and frontier.md to --output.
+Writes frontier.png, frontier.csv and frontier.md to --output (the folder mnist_to_fmnist beside this file).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import nn
 
@@ -74,7 +75,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a network each (0 1 2)")
     parser.add_argument("--samples", type=int, default=10_000, help="samples of the exact Fisher (10,000)")
     parser.add_argument("--data-dir", type=Path, help="where MNIST and FashionMNIST lie (default: $EWC_FT_DATA)")
-    parser.add_argument("--output", type=Path, default=Path("mnist_to_fmnist"), help="folder for table and figure")
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(""), help="folder")
     parser.add_argument("--quick", action="store_true", help="little data, one seed: shows that it runs, no result")
     options = parser.parse_args()
     if options.quick:
@@ -152,48 +153,64 @@ def grouped(points: list[Point]) -> dict[tuple[str, float], list[Point]]:
 
 
 def draw(points: list[Point], path: Path) -> None:
-    """Draw the frontier: a curve for each estimator over its lambdas, means over seeds, each seed as a faint dot."""
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
-    axes = figure.subplots()
-    # Where the labels go, so that those of neighbouring curves stay apart: right above, left below, left above.
-    styles = {
-        EXACT: ("C0", "o", (6, 3)),
-        NOTEBOOK: ("C3", "s", (-8, -12)),
-        BATCHED: ("C1", "^", (-20, 7)),
-        NONE: ("0.3", "X", (0, 0)),
-    }
+    """Draw the frontier, means over seeds: what the penalty buys, and which Fisher buys how much."""
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    figure.suptitle("MNIST, then Fashion-MNIST: what is kept against what is learned (numbers: lambda)")
+    whole, close = figure.subplots(1, 2)
     groups = grouped(points)
-    for name, (color, marker, offset) in styles.items():
-        mine = {strength: group for (penalty, strength), group in groups.items() if penalty == name}
-        means = [[100 * statistics.mean(p[f] for p in group) for group in mine.values()] for f in (3, 4)]
-        axes.plot(*means, marker=marker, color=color, label=f"{name} (ewc-ft)" if name != NONE else "no penalty")
-        every = [p for group in mine.values() for p in group]
-        axes.scatter(
-            [100 * p.retention for p in every], [100 * p.plasticity for p in every], s=8, color=color, alpha=0.3
-        )
-        for strength, x, y in zip(mine, *means, strict=True):
-            if name != NONE:
-                text = f"{strength:g}" if strength < 10_000 else f"{strength:.0e}".replace("e+0", "e")
-                axes.annotate(text, (x, y), xytext=offset, textcoords="offset points", fontsize=8, color=color)
+    for name, label, color in ((UPDATING, "plain", "C3"), (NONE, "plain, batch norm frozen", "0.4")):
+        (position,) = means(groups, name).values()
+        whole.plot(*position, marker="X", ms=10, color=color, ls="", label=label)
+    draw_frontier(whole, means(groups, EXACT), "o-", "C0", "held by the anchor", label_every=(10, 30, 100, 1000, 3000))
+    whole.set_title("What the penalty buys")
+    for name, style, color, offset in (
+        (EXACT, "o-", "C0", (6, 3)),
+        (BATCHED, "^-", "C1", (-22, -10)),
+        (NOTEBOOK, "s-", "C3", (-8, -13)),
+    ):
+        draw_frontier(close, means(groups, name), style, color, name, offset)
     published = [(100 * kept, 100 * learned) for _, kept, learned in PUBLISHED]
-    axes.plot(
-        *zip(*published, strict=True),
-        "--",
-        marker="s",
-        mfc="white",
-        color="C3",
-        alpha=0.6,
-        label="notebook, as published",
+    close.plot(
+        *zip(*published, strict=True), "s--", mfc="white", color="C3", alpha=0.5, label="the notebook, as published"
     )
-    axes.set(
-        xlabel="retention: accuracy on MNIST, %",
-        ylabel="plasticity: accuracy on Fashion-MNIST, %",
-        title="MNIST, then Fashion-MNIST: what is kept against what is learned (number: lambda)",
-    )
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower left")
-    figure.savefig(path, dpi=120)
+    close.set(title="Which Fisher buys how much", xlim=(84, 98.5))
+    for axes in (whole, close):
+        axes.set(xlabel="retention: accuracy on MNIST, %", ylabel="plasticity: accuracy on Fashion-MNIST, %")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, loc="lower left")
+    figure.savefig(path, dpi=110)
+
+
+def means(groups: dict[tuple[str, float], list[Point]], name: str) -> dict[float, tuple[float, float]]:
+    """Mean retention and plasticity in percent by lambda, for one penalty."""
+    return {
+        strength: (
+            100 * statistics.mean(p.retention for p in group),
+            100 * statistics.mean(p.plasticity for p in group),
+        )
+        for (penalty, strength), group in groups.items()
+        if penalty == name
+    }
+
+
+def draw_frontier(
+    axes: Axes,
+    frontier: dict[float, tuple[float, float]],
+    style: str,
+    color: str,
+    label: str,
+    offset: tuple[int, int] = (6, 3),
+    label_every: tuple[float, ...] | None = None,
+) -> None:
+    """Draw one curve, with its lambdas beside the points."""
+    axes.plot(*zip(*frontier.values(), strict=True), style, color=color, label=label)
+    for strength, position in frontier.items():
+        if label_every is None or strength in label_every:
+            text = f"{strength:g}" if strength < 10_000 else f"{strength:.0e}".replace("e+0", "e")
+            axes.annotate(
+                text, position, xytext=offset, textcoords="offset points", fontsize=8, color=color, annotation_clip=True
+            )
 
 
 if __name__ == "__main__":

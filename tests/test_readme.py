@@ -1,0 +1,57 @@
+"""What the README says is so."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ewc_finetune.cli import main
+from ewc_finetune.data.options import read_options
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^ewc-ft (.*)$", "\n".join(re.findall(r"```sh\n(.*?)```", README, re.S)), re.M)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_are_understood(line):
+    name, *arguments = shlex.split(line, comments=True)
+    context = main.commands[name].make_context(name, arguments)
+    assert context.params["data"]
+
+
+def test_there_are_commands():
+    assert len(COMMANDS) == 4
+
+
+def test_the_table_is_the_one_that_the_example_made():
+    assert (ROOT / "examples" / "mnist_to_fmnist" / "frontier.md").read_text() in README
+
+
+def test_every_option_named_exists():
+    known = {name for command in main.commands.values() for option in command.params for name in option.opts}
+    assert set(re.findall(r"`(--[a-z-]+)", README)) <= known
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+    anchors = {
+        re.sub(r"[^a-z0-9 -]", "", line.lower()).strip().replace(" ", "-")
+        for line in re.findall(r"^#+ (.*)$", README, re.M)
+    }
+    assert set(re.findall(r"\]\(#([^)]+)\)", README)) <= anchors
+
+
+def test_data_options_are_those_of_the_code():
+    from ewc_finetune.address import parse
+
+    for option in re.findall(r"^\| `([a-z]+=[^`]*)`", README, re.M):
+        read_options(parse("mnist?" + option.split("\\|")[0].replace("SEED", "1").replace("=N", "=1")))
+
+
+def test_the_two_commands_are_in_the_makefile():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in ("demo:", "test:", "check:", "test-fast:"):
+        assert f"\n{target}" in makefile
