@@ -165,8 +165,8 @@ def draw(points: list[Point], path: Path) -> None:
     whole.set_title("What the penalty buys")
     for name, style, color, offset in (
         (EXACT, "o-", "C0", (6, 3)),
-        (BATCHED, "^-", "C1", (-22, -10)),
-        (NOTEBOOK, "s-", "C3", (-8, -13)),
+        (BATCHED, "^-", "C1", (5, -11)),
+        (NOTEBOOK, "s-", "C3", (-16, -14)),
     ):
         draw_frontier(close, means(groups, name), style, color, name, offset)
     published = [(100 * kept, 100 * learned) for _, kept, learned in PUBLISHED]
@@ -184,14 +184,12 @@ def draw(points: list[Point], path: Path) -> None:
 
 def means(groups: dict[tuple[str, float], list[Point]], name: str) -> dict[float, tuple[float, float]]:
     """Mean retention and plasticity in percent by lambda, for one penalty."""
-    return {
-        strength: (
-            100 * statistics.mean(p.retention for p in group),
-            100 * statistics.mean(p.plasticity for p in group),
-        )
-        for (penalty, strength), group in groups.items()
-        if penalty == name
-    }
+    found = {}
+    for (penalty, strength), group in groups.items():
+        if penalty == name:
+            kept, learned = (statistics.mean(point[field] for point in group) for field in (3, 4))
+            found[strength] = (100 * kept, 100 * learned)
+    return found
 
 
 def draw_frontier(
