@@ -7,7 +7,7 @@ import errno
 import hashlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ewc_finetune.errors import StorageError
@@ -65,12 +65,20 @@ def _sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def check_output(path: Path, overwrite: bool) -> None:
+def check_output(path: Path, overwrite: bool, inputs: Iterable[object] = ()) -> None:
     """Refuse an output path before the work is done rather than after it.
 
+    Args:
+        path: Where the output is to go.
+        overwrite: Whether an existing file may be replaced.
+        inputs: Those among them that are paths are never replaced.
+
     Raises:
-        StorageError: if `path` exists and `overwrite` is false, is a folder, or lies in no writable folder.
+        StorageError: if `path` exists and `overwrite` is false, is an input or a folder, or lies in no writable folder.
     """
+    for source in inputs:
+        if isinstance(source, (str, Path)) and path.resolve() == Path(source).resolve():
+            raise StorageError(f"the output {path} is one of the inputs; it would be lost. Choose another --output")
     if path.is_dir():
         raise StorageError(f"cannot write {path}: it is a folder. Name a file in it")
     if path.exists() and not overwrite:

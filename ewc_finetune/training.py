@@ -90,7 +90,7 @@ def train(
     recent: list[Tensor] = []  # losses since the last line, left on the device until then
     for epoch in range(1, schedule.epochs + 1):
         set_training(model, schedule.norm_stats)
-        for inputs, targets in feed(domain, layout, model, schedule.batch_size, device, shuffle):
+        for inputs, targets in feed(domain.batches(schedule.batch_size, shuffle), layout, model, device):
             if targets is None:
                 raise DataError(f"{domain.name} has no labels, and fine-tuning needs them")
             if len(inputs) <= too_small:

@@ -42,7 +42,13 @@ from ewc_finetune.cli.command import Command, common_options
     help="How the model's outputs become log p(y | x).",
 )
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Leave these parameters free; repeatable.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the subset and the sampled labels.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=0,
+    show_default=True,
+    help="Of the subset and the sampled labels.",
+)
 @common_options
 def consolidate(
     model: str, data: str, arch: str | None, output: str | None, quiet: bool, as_json: bool, **options: Any

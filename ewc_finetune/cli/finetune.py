@@ -60,7 +60,13 @@ from ewc_finetune.cli.command import Command, common_options
 )
 @click.option("--overwrite", is_flag=True, help="Replace the output and its run folder if they exist.")
 @click.option("--log-every", type=click.IntRange(1), default=50, show_default=True, help="Steps between log lines.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of fresh weights, sample order and dropout.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=0,
+    show_default=True,
+    help="Of fresh weights, sample order and dropout.",
+)
 @common_options
 def finetune(
     anchors: tuple[str, ...],

@@ -50,8 +50,8 @@ def diagonal_fisher(
 ) -> DiagonalFisher:
     """Compute the diagonal Fisher information, `F_i = mean_n E_y[(d log p(y | x_n) / d theta_i)^2]`.
 
-    What stands for E_y is the estimator's choice (Kirkpatrick et al. 2017; DESIGN: "estimator"). The model is used in
-    eval mode and left exactly as it was: modes, statistics, gradients, flags, random state.
+    What stands for E_y is the estimator's choice (Kirkpatrick et al. 2017, section 2). The model is used in eval mode
+    and left exactly as it was: modes, statistics, gradients, flags, random state.
 
     Args:
         model: Maps a batch of inputs to outputs, each sample by itself.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -88,17 +88,10 @@ def find_layout(
     raise DataError(f"{name}: a sample of shape {_show(shape)} does not go into the model ({'; '.join(refusals)})")
 
 
-def feed(
-    domain: Domain,
-    layout: Layout,
-    model: nn.Module,
-    batch_size: int,
-    device: torch.device,
-    shuffle: torch.Generator | None = None,
-) -> Iterator[Batch]:
-    """Walk through a domain in batches that are on the device and as the model wants them."""
+def feed(batches: Iterable[Batch], layout: Layout, model: nn.Module, device: torch.device) -> Iterator[Batch]:
+    """Bring batches of samples to the device, presented as the model wants them."""
     dtype = dtype_of(model)
-    for samples, labels in domain.batches(batch_size, shuffle):
+    for samples, labels in batches:
         yield layout.present(samples.to(device), dtype), None if labels is None else labels.to(device)
 
 

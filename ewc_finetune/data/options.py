@@ -31,7 +31,7 @@ class Options:
     """
 
     split: str | None = None
-    classes: frozenset[int] | None = None
+    classes: tuple[range, ...] | None = None
     limit: int | None = None
     size: tuple[int, int] | None = None
     channels: int | None = None
@@ -61,7 +61,10 @@ class Options:
         """Return the indices of the samples that `classes` and `limit` keep."""
         indices = torch.arange(len(labels))
         if self.classes is not None:
-            indices = indices[torch.isin(labels, torch.tensor(sorted(self.classes)))]
+            kept = torch.zeros(len(labels), dtype=torch.bool)
+            for part in self.classes:
+                kept |= (labels >= part.start) & (labels < part.stop)
+            indices = indices[kept]
         return indices[: self.limit]
 
 
@@ -89,18 +92,18 @@ def _split(text: str) -> str:
     return text
 
 
-def _classes(text: str) -> frozenset[int]:
-    chosen: set[int] = set()
+def _classes(text: str) -> tuple[range, ...]:
+    parts = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        chosen |= set(range(_whole(first), _whole(last if dash else first) + 1))
-    if not chosen:
-        raise ValueError
-    return frozenset(chosen)
+        parts.append(range(_whole(first), _whole(last if dash else first) + 1))
+        if not parts[-1]:
+            raise ValueError
+    return tuple(parts)
 
 
 def _whole(text: str) -> int:
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > 18:  # what torch can hold
         raise ValueError
     return int(text)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ewc_finetune.checkpoint.opening import open_model
 from ewc_finetune.choices import ESTIMATORS, Estimator, LikelihoodName, check_choice
 from ewc_finetune.curvature.diagonal import diagonal_fisher
 from ewc_finetune.data.domain import Batch, Domain, Fingerprint
-from ewc_finetune.data.layout import Layout, dtype_of
+from ewc_finetune.data.layout import feed
 from ewc_finetune.data.sources import resolve_domain
 from ewc_finetune.devices import choose_device, on_device, random_state_kept
 from ewc_finetune.errors import UsageError
@@ -77,7 +77,7 @@ def consolidate(
     """
     progress = progress or Silent()
     if output is not None:
-        check_output(Path(output), overwrite)
+        check_output(Path(output), overwrite, [model])
     check_choice("estimator", estimator, ESTIMATORS)
     if samples is not None and samples < 1:
         raise UsageError(f"samples is {samples}; expected at least 1")
@@ -88,21 +88,14 @@ def consolidate(
     rule = get_likelihood(likelihood)
     excluded = _excluded(opened.model, exclude)
     where = choose_device(device)
+    chosen = _subset(domain, samples, seed)
     fingerprint = Fingerprint()
     with on_device(opened.model, where), random_state_kept(where, seed):
         layout = prepare(opened.model, domain, rule, where, opened.record.input, progress)
         with progress.bar(f"Fisher ({estimator})", _count(domain, samples), "sample") as bar:
             found = diagonal_fisher(
                 opened.model,
-                _watched(
-                    _subset(domain, samples, seed),
-                    layout,
-                    opened.model,
-                    batch_size,
-                    samples,
-                    where,
-                    fingerprint,
-                ),
+                feed(_taken(chosen.batches(batch_size), samples, fingerprint), layout, opened.model, where),
                 rule,
                 estimator,
                 parameters={n: p for n, p in opened.model.named_parameters() if n not in excluded},
@@ -179,25 +172,16 @@ def _count(domain: Domain, samples: int | None) -> int | None:
     return min((count for count in (domain.size, samples) if count is not None), default=None)
 
 
-def _watched(
-    domain: Domain,
-    layout: Layout,
-    model: nn.Module,
-    batch_size: int,
-    samples: int | None,
-    device: torch.device,
-    fingerprint: Fingerprint,
-) -> Iterator[Batch]:
-    """Feed the domain to the model, taking the fingerprint of what passes, up to the given number of samples."""
+def _taken(batches: Iterable[Batch], samples: int | None, fingerprint: Fingerprint) -> Iterator[Batch]:
+    """Pass on batches until so many samples are taken, and take their fingerprint."""
     left = samples
-    for inputs, labels in domain.batches(batch_size):
-        kept = inputs[:left]
-        kept_labels = None if labels is None else labels[:left]
-        fingerprint.update(kept, kept_labels)
-        presented = layout.present(kept.to(device), dtype_of(model))
-        yield presented, None if kept_labels is None else kept_labels.to(device)
+    for batch_inputs, batch_labels in batches:
+        inputs = batch_inputs[:left]
+        labels = None if batch_labels is None else batch_labels[:left]
+        fingerprint.update(inputs, labels)
+        yield inputs, labels
         if left is not None:
-            left -= len(kept)
+            left -= len(inputs)
             if left == 0:
                 return
 

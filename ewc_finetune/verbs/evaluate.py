@@ -99,7 +99,7 @@ def score(
     """
     samples, loss, correct = 0, 0.0, 0
     with evaluating(model):
-        for inputs, labels in feed(domain, layout, model, batch_size, device):
+        for inputs, labels in feed(domain.batches(batch_size), layout, model, device):
             if labels is None:
                 raise DataError(f"{domain.name} has no labels, and a score needs them")
             outputs = model(inputs)

@@ -20,7 +20,7 @@ from ewc_finetune.choices import NORM_STATS, OPTIMIZERS, NormStats, OptimizerNam
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.sources import resolve_domain
 from ewc_finetune.devices import choose_device, on_device, random_state_kept
-from ewc_finetune.errors import CheckpointError, StorageError, UsageError
+from ewc_finetune.errors import CheckpointError, UsageError
 from ewc_finetune.figures import draw_run
 from ewc_finetune.files import check_output
 from ewc_finetune.likelihood import get_likelihood
@@ -125,7 +125,9 @@ def finetune(
     strengths = spread_lambdas(lambdas, len(given) or 1)[: len(given)]
     output = None if output is None else Path(output)
     if output is not None:
-        _check_output(output, overwrite, [model, *given])
+        check_output(output, overwrite, [model, *given])
+        if output.suffix == ".run":
+            raise UsageError(f"the output {output} would stand where its run folder goes. Let it end in .pt, say")
     stacked = [item if isinstance(item, Anchor) else Anchor.load(item) for item in given]
     for remark in [r for anchor in stacked for r in anchor.remarks] + remarks(stacked):
         progress.note(remark)
@@ -171,7 +173,8 @@ def finetune(
                 "output": str(output),
             }
             folder = RunFolder(output.with_suffix(".run"), overwrite, options)
-        journal = Journal(start.model, watched, likelihood, where, record, folder, progress)
+        # Scoring keeps no activations, so twice the batch fits where training does.
+        journal = Journal(start.model, watched, likelihood, 2 * batch_size, where, record, folder, progress)
         try:
             before = journal.score(0, 0)
             batches = domain.count_batches(batch_size)
@@ -210,13 +213,6 @@ def _check_numbers(epochs: int, lr: float, batch_size: int, momentum: float, log
         raise UsageError(f"lr is {lr}; expected a finite number above 0")
     if not 0 <= momentum < 1:
         raise UsageError(f"momentum is {momentum}; expected 0 or above, and below 1")
-
-
-def _check_output(output: Path, overwrite: bool, sources: Sequence[object]) -> None:
-    for source in sources:
-        if isinstance(source, (str, Path)) and Path(source).exists() and output.resolve() == Path(source).resolve():
-            raise StorageError(f"the output {output} is one of the inputs; it would be lost. Choose another --output")
-    check_output(output, overwrite)
 
 
 def _start(

@@ -31,6 +31,7 @@ class Journal:
         model: nn.Module,
         watched: Sequence[tuple[Domain, Layout]],
         likelihood: Likelihood,
+        batch_size: int,
         device: torch.device,
         record: Record,
         folder: RunFolder | None,
@@ -39,6 +40,7 @@ class Journal:
         self.model = model
         self.watched = watched
         self.likelihood = likelihood
+        self.batch_size = batch_size
         self.device = device
         self.record = record
         self.folder = folder
@@ -55,7 +57,8 @@ class Journal:
     def score(self, epoch: int, step: int) -> list[Score]:
         """Score every watched domain, now."""
         self.scores = [
-            score(self.model, watch, layout, self.likelihood, 500, self.device) for watch, layout in self.watched
+            score(self.model, watch, layout, self.likelihood, self.batch_size, self.device)
+            for watch, layout in self.watched
         ]
         self.log({"step": step, "epoch": epoch, "scores": {s.domain: asdict(s) for s in self.scores}})
         if self.scores:
