@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import secrets
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -25,9 +26,11 @@ def atomic_write(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with storage_errors(path):
-            # Made here, so that the file gets the user's ordinary permissions whoever writes into it.
             os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+            permissions = stat.S_IMODE(temporary.stat().st_mode)
             yield temporary
+            # Writers that put a file of their own in this place (safetensors) make it private.
+            temporary.chmod(permissions)
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())
             temporary.replace(path)

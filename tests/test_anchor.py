@@ -63,6 +63,12 @@ def test_the_file_is_format_version_1(tmp_path):
         assert file.get_tensor("fisher.a.weight").dtype == torch.float32
 
 
+def test_the_file_has_ordinary_permissions(tmp_path):
+    make().save(tmp_path / "a.safetensors")
+    (tmp_path / "plain").write_text("")
+    assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
 def test_the_same_anchor_gives_the_same_bytes(tmp_path):
     contents = set()
     for i in range(8):
