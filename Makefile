@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-fast lint types check clean
+.PHONY: demo test test-fast lint types clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -22,8 +22,6 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
-
-check: lint types test
 
 clean:
 	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

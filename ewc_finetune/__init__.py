@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 from ewc_finetune._version import __version__
 
 if TYPE_CHECKING:
-    from ewc_finetune.anchor import Anchor, Provenance
+    from ewc_finetune.anchor import Anchor
     from ewc_finetune.curvature.diagonal import diagonal_fisher
     from ewc_finetune.errors import EwcError
     from ewc_finetune.penalty import Penalty
+    from ewc_finetune.provenance import Provenance
     from ewc_finetune.verbs.consolidate import consolidate
     from ewc_finetune.verbs.evaluate import Score, evaluate
     from ewc_finetune.verbs.finetune import Finetuned, finetune
@@ -45,7 +46,7 @@ _HOMES = {
     "EwcError": "errors",
     "Finetuned": "verbs.finetune",
     "Penalty": "penalty",
-    "Provenance": "anchor",
+    "Provenance": "provenance",
     "Score": "verbs.evaluate",
     "consolidate": "verbs.consolidate",
     "diagonal_fisher": "curvature.diagonal",

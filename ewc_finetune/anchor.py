@@ -10,68 +10,20 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ewc_finetune.errors import AnchorError, NonFiniteError, StorageError
 from ewc_finetune.files import atomic_write, sha256
+from ewc_finetune.provenance import Provenance, read_provenance
 
 FORMAT = "ewc-anchor"
 FORMAT_VERSION = 1
-
-
-@dataclass(frozen=True)
-class Provenance:
-    """Where an anchor comes from, in values that JSON has; every field is in the file.
-
-    Attributes:
-        name: What to call the domain.
-        created: Time of making in ISO 8601, from SOURCE_DATE_EPOCH; None without it, for the same input then gives
-            the same bytes.
-        versions: Of this package and torch.
-        checkpoint: `file`, `sha256`, `format` and `architecture` of the checkpoint; None where not known.
-        data: `spec`, `fingerprint` (of the samples used, in order) and `subset_seed` (where not all were used).
-        likelihood: Name of the likelihood.
-        estimator: Name of the estimator.
-        samples: N, the number of samples that the Fisher is the mean of.
-        batch_size: Matters to the `batched` estimator alone.
-        seed: Of the `sampled` labels.
-        curvature: `diagonal`.
-        reduction: `mean`: over samples; N times it is the posterior precision.
-        half: Whether the penalty is lambda/2 times the quadratic (always true in version 1).
-        excluded: Parameters without curvature, and why.
-        normalisation: `statistics` (the policy they were used under) and `layers` (their names).
-        lineage: Anchors that the checkpoint was already trained under: `name`, `sha256`, `lambda` of each.
-        scores: The checkpoint's own `loss` and `accuracy` on the data of the Fisher.
-        input: How samples are presented to the model (`Layout`), for whoever uses the anchor next.
-        classes: Names of the classes, where they are known.
-    """
-
-    name: str
-    created: str | None = None
-    versions: dict[str, str] = field(default_factory=dict)
-    checkpoint: dict[str, str | None] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)
-    likelihood: str = "categorical"
-    estimator: str = "exact"
-    samples: int = 0
-    batch_size: int | None = None
-    seed: int = 0
-    curvature: str = "diagonal"
-    reduction: str = "mean"
-    half: bool = True
-    excluded: dict[str, str] = field(default_factory=dict)
-    normalisation: dict[str, Any] = field(default_factory=dict)
-    lineage: list[dict[str, Any]] = field(default_factory=list)
-    scores: dict[str, float] = field(default_factory=dict)
-    input: dict[str, Any] = field(default_factory=dict)
-    classes: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -152,7 +104,7 @@ class Anchor:
                 f"{path} cannot be read as an anchor: it is not a whole safetensors file ({error}). "
                 "Copy it again from where it came, or make it again with `ewc-ft consolidate`"
             ) from error
-        provenance, unknown = _read_provenance(metadata.get("anchor"), path)
+        provenance, unknown = read_provenance(metadata.get("anchor"), path)
         groups: dict[str, dict[str, Tensor]] = {"fisher": {}, "anchor": {}, "buffer": {}}
         for key in sorted(tensors):
             group, _, name = key.partition(".")
@@ -196,8 +148,8 @@ def validate(anchor: Anchor) -> None:
             raise NonFiniteError(f"{where}: fisher.{name} holds NaN or infinity. Make the anchor again")
         if (fisher < 0).any():
             raise AnchorError(f"{where}: fisher.{name} holds negative values; a Fisher is a mean of squares")
-    for group, tensors in (("anchor", anchor.weights), ("buffer", anchor.buffers)):
-        check_finite({f"{group}.{name}": tensor for name, tensor in tensors.items()}, f"{where}: ")
+    check_weights(anchor.weights, f"{where}: anchor.")
+    check_buffers(anchor.buffers, f"{where}: buffer.")
     if not any(fisher.any() for fisher in anchor.fisher.values()):
         raise AnchorError(
             f"{where}: the Fisher is zero everywhere, so the anchor would hold nothing. Either every parameter was "
@@ -205,14 +157,14 @@ def validate(anchor: Anchor) -> None:
         )
 
 
-def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse tensors with NaN or infinity; `where` goes before the name in the message.
+def check_weights(weights: Mapping[str, Tensor], where: str) -> None:
+    """Refuse weights with NaN or infinity; `where` goes before the name in the message.
 
     Raises:
         NonFiniteError: naming the first tensor, with the number of bad values.
     """
-    for name, tensor in tensors.items():
-        bad = int((~tensor.isfinite()).sum()) if tensor.is_floating_point() or tensor.is_complex() else 0
+    for name, tensor in weights.items():
+        bad = int((~tensor.isfinite()).sum())
         if bad:
             raise NonFiniteError(
                 f"{where}{name} holds NaN or infinity ({bad} of {tensor.numel()} values). "
@@ -220,51 +172,39 @@ def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
             )
 
 
+def check_buffers(buffers: Mapping[str, Tensor], where: str) -> None:
+    """Refuse running statistics with NaN or infinity, and NaN in any other buffer (a mask may well hold -inf).
+
+    Raises:
+        NonFiniteError: naming the first tensor.
+    """
+    statistics = {name: b for name, b in buffers.items() if name.endswith(("running_mean", "running_var"))}
+    check_weights(statistics, where)
+    for name, tensor in buffers.items():
+        if tensor.isnan().any():
+            raise NonFiniteError(f"{where}{name} holds NaN. Go back to the last good checkpoint")
+
+
+def check_model(model: nn.Module, where: str) -> None:
+    """Apply `check_weights` and `check_buffers` to a model."""
+    check_weights(dict(model.named_parameters()), where)
+    check_buffers(dict(model.named_buffers()), where)
+
+
 def _check_format(metadata: Mapping[str, str], path: Path) -> None:
     if metadata.get("format") != FORMAT:
         raise AnchorError(
             f"{path} is a safetensors file but not an anchor (no format={FORMAT!r} in its metadata). "
-            "If it holds a model's weights, run `ewc-ft consolidate` on that model first"
+            "Weights of a model are read from a state dict that torch.save wrote"
         )
     version = metadata.get("format_version", "")
-    if not version.isdecimal():
+    if not version.isdecimal() or len(version) > 9 or int(version) < 1:
         raise AnchorError(f"{path}: format_version is {version!r}; expected a whole number up to {FORMAT_VERSION}")
     if int(version) > FORMAT_VERSION:
         raise AnchorError(
             f"{path} is an anchor of format version {version}; this ewc-finetune reads up to {FORMAT_VERSION}. "
             "Upgrade with: pip install -U ewc-finetune"
         )
-
-
-def _read_provenance(text: str | None, path: Path) -> tuple[Provenance, list[str]]:
-    """Parse the JSON document; return it with the keys that this version does not know."""
-    try:
-        document = json.loads(text or "")
-    except ValueError as error:
-        raise AnchorError(f"{path}: the metadata `anchor` is not a JSON document ({error})") from error
-    if not isinstance(document, dict) or not isinstance(document.get("name"), str):
-        raise AnchorError(f"{path}: the metadata `anchor` must be a JSON object with a name")
-    known = {f.name: f for f in fields(Provenance)}
-    values = {key: value for key, value in document.items() if key in known}
-    for key, value in values.items():
-        _check_type(key, value, path)
-    if not values.get("half", True) or values.get("reduction", "mean") != "mean":
-        raise AnchorError(f"{path}: its Fisher is not a mean under lambda/2; format version 1 knows no other")
-    if values.get("curvature", "diagonal") != "diagonal":
-        raise AnchorError(f"{path}: its curvature is {values['curvature']!r}; this version reads diagonal ones")
-    return Provenance(**values), sorted(set(document) - set(known))
-
-
-_TYPES: dict[str, tuple[type, ...]] = {
-    "dict": (dict,), "list": (list,), "str": (str,), "int": (int,), "bool": (bool,), "None": (type(None),),
-}  # fmt: skip
-
-
-def _check_type(key: str, value: object, path: Path) -> None:
-    annotation = str(next(f.type for f in fields(Provenance) if f.name == key))
-    wanted = [part.strip().partition("[")[0] for part in annotation.split(" | ")]
-    if not any(isinstance(value, _TYPES[word]) for word in wanted):
-        raise AnchorError(f"{path}: in the metadata, {key} is {value!r}; expected {annotation}")
 
 
 def _sort_metadata(path: Path) -> None:

@@ -40,9 +40,15 @@ def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def random_state_kept(device: torch.device, seed: int | None = None) -> Iterator[None]:
-    """Put torch's global random state back after the block; inside it, start from `seed` if one is given."""
-    devices = [device] if device.type in ("cuda", "mps") else []
-    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+    """Put torch's random state back after the block (on the CPU and a cuda `device`).
+
+    Inside it, start from `seed` if one is given; other devices are not touched.
+    """
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         if seed is not None:
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
+            if device.type == "cuda":
+                torch.cuda.manual_seed(seed)
+            elif device.type == "mps":
+                torch.mps.manual_seed(seed)
         yield

@@ -41,7 +41,7 @@ class NonFiniteError(EwcError):
 
 
 class DeviceError(EwcError):
-    """A device that is not there, or has no room."""
+    """A device that is not there."""
 
 
 class StorageError(EwcError):

@@ -92,6 +92,12 @@ def check_output(path: Path, overwrite: bool, inputs: Iterable[object] = ()) -> 
         raise StorageError(f"cannot write {path}: no permission to write in {path.parent}")
 
 
+def beside(path: Path, ending: str) -> Path:
+    """Return the path beside a checkpoint or anchor that ends differently: `m.pt` to `m.run`, `v1.0` to `v1.0.run`."""
+    known = path.suffix in (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
+    return path.with_name((path.stem if known else path.name) + ending)
+
+
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, in hexadecimal."""
     digest = hashlib.sha256()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
+import secrets
 import shutil
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import numpy
+import safetensors
 import torch
 import torchvision
 
@@ -34,9 +37,11 @@ class RunFolder:
     def __init__(self, path: Path, overwrite: bool, options: Mapping[str, Any]) -> None:
         self.path = path
         self.last = path / "last.pt"
-        if overwrite and (path / "run.json").is_file():
-            shutil.rmtree(path)
+        # The folder of an earlier run stands aside until this one has something to put in its place.
+        self._earlier = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
         with storage_errors(path):
+            if overwrite and (path / "run.json").is_file():
+                path.rename(self._earlier)
             try:
                 path.mkdir()
             except FileExistsError:
@@ -47,7 +52,7 @@ class RunFolder:
         try:
             self._open(options)
         except BaseException:
-            shutil.rmtree(path, ignore_errors=True)
+            self._give_way()
             raise
 
     def _open(self, options: Mapping[str, Any]) -> None:
@@ -61,6 +66,8 @@ class RunFolder:
                 "ewc_finetune": __version__,
                 "torch": torch.__version__,
                 "torchvision": torchvision.__version__,
+                "safetensors": safetensors.__version__,
+                "numpy": numpy.__version__,
                 "python": platform.python_version(),
             },
             "platform": platform.platform(),
@@ -84,16 +91,29 @@ class RunFolder:
         self._metrics.close()
         self.update(status="finished", ended=_now(), **results)
         self.last.unlink(missing_ok=True)
+        self._drop_earlier()
 
     def stop(self, status: str) -> None:
-        """Record why the run ended early, if an epoch's state is worth keeping; else leave no folder behind."""
+        """Record why the run ended early, if it has an epoch's state to keep; else leave things as they were."""
         with contextlib.suppress(OSError):
             self._metrics.close()
         if self.last.exists():
             with contextlib.suppress(StorageError):  # the disk may be what stopped the run
                 self.update(status=status, ended=_now())
+            self._drop_earlier()
         else:
-            shutil.rmtree(self.path, ignore_errors=True)
+            self._give_way()
+
+    def _give_way(self) -> None:
+        """Remove this folder, and put back the one of the earlier run."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self._earlier.rename(self.path)
+
+    def _drop_earlier(self) -> None:
+        if self._earlier.is_symlink():
+            self._earlier.unlink()
+        shutil.rmtree(self._earlier, ignore_errors=True)
 
 
 def _status(path: Path) -> str:

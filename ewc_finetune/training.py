@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ewc_finetune.anchor import check_model
 from ewc_finetune.choices import NormStats, OptimizerName
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.layout import Layout, feed
@@ -112,7 +113,7 @@ def train(
             _report(recent, step, epoch, penalty, bar, observer)
         if step == 0:
             raise DataError(f"{domain.name} has no batch to train on")
-        _check_weights(model, step)
+        check_model(model, f"after step {step}, ")
         observer.epoch_done(epoch, step)
     return step
 
@@ -148,9 +149,3 @@ def _report(
     bar.advance(len(recent), loss=loss, **({} if penalty is None else {"penalty": held}))
     observer.log({"step": step, "epoch": epoch, "loss": loss, "penalty": held})
     recent.clear()
-
-
-def _check_weights(model: nn.Module, step: int) -> None:
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
-            raise NonFiniteError(f"{name} holds NaN or infinity after step {step}. Try a lower --lr or --lambda")

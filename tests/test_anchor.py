@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ewc_finetune.anchor import Anchor, Provenance
+from ewc_finetune import Provenance
+from ewc_finetune.anchor import Anchor
 from ewc_finetune.errors import AnchorError, EwcError, NonFiniteError, StorageError
 
 
@@ -146,7 +147,7 @@ def test_a_missing_file_and_a_plain_model(tmp_path):
     with pytest.raises(AnchorError, match="there is no anchor at"):
         Anchor.load(tmp_path / "none.safetensors")
     save_file({"weight": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(AnchorError, match=r"not an anchor .* run `ewc-ft consolidate`"):
+    with pytest.raises(AnchorError, match=r"not an anchor .* read from a state dict"):
         Anchor.load(tmp_path / "model.safetensors")
 
 
@@ -169,9 +170,15 @@ def test_unknown_keys_are_ignored_with_a_remark(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("samples", "many", "samples is 'many'; expected int"),
+        ("samples", "many", "samples is 'many'; expected a number"),
         ("lineage", {}, "lineage is {}"),
         ("name", None, "with a name"),
+        ("lineage", [1], "lineage is .1.; expected a list of objects"),
+        ("samples", -5, "samples is -5"),
+        ("estimator", "magic", "estimator is 'magic'; expected one of exact"),
+        ("checkpoint", {"architecture": 5}, "checkpoint is"),
+        ("input", {"shape": 7}, "input is"),
+        ("classes", [{}], "classes is"),
         ("half", False, "lambda/2"),
         ("curvature", "kfac", "curvature is 'kfac'"),
     ],
@@ -182,9 +189,26 @@ def test_a_document_that_contradicts_the_format(tmp_path, key, value, message):
     rewrite(path, anchor=json.dumps({**document(path), key: value}))
     with pytest.raises(AnchorError, match=message):
         Anchor.load(path)
-    rewrite(path, anchor="{not json")
-    with pytest.raises(AnchorError, match="not a JSON document"):
+    for broken in ("{not json", "[" * 100_000):
+        rewrite(path, anchor=broken)
+        with pytest.raises(AnchorError, match="not a JSON document"):
+            Anchor.load(path)
+
+
+@pytest.mark.parametrize("version", ["0", "-1", "", "one", "9" * 5000])
+def test_versions_that_are_none(tmp_path, version):
+    path = tmp_path / "a.safetensors"
+    make().save(path)
+    rewrite(path, format_version=version)
+    with pytest.raises(AnchorError, match="format_version is"):
         Anchor.load(path)
+
+
+def test_a_mask_of_minus_infinity_is_no_error(tmp_path):
+    make(buffers={"mask": torch.full((2, 2), -torch.inf).triu(1)}).save(tmp_path / "a.safetensors")
+    assert Anchor.load(tmp_path / "a.safetensors").buffers["mask"].isinf().any()
+    with pytest.raises(NonFiniteError, match="running_var holds NaN or infinity"):
+        make(buffers={"norm.running_var": torch.tensor([torch.inf])}).save(tmp_path / "b.safetensors")
 
 
 def test_saving_into_nowhere(tmp_path):

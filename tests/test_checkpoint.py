@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ewc_finetune.checkpoint.architecture import build, complete, looks_like_architecture
+from ewc_finetune.checkpoint.architecture import build, builds_by_itself, complete, looks_like_architecture
 from ewc_finetune.checkpoint.opening import open_model
 from ewc_finetune.checkpoint.state_dict import Record, build_model, load_checkpoint, save_checkpoint
 from ewc_finetune.errors import ArchitectureError, CheckpointError, NonFiniteError, UsageError
@@ -179,7 +179,22 @@ def test_nan_in_the_weights(folder):
         model.head.weight[1, 2] = float("nan")
     torch.save(model.state_dict(), "m.pt")
     with pytest.raises(NonFiniteError, match=r"m\.pt: head\.weight holds NaN or infinity \(1 of 8 values\)"):
-        load_checkpoint("m.pt")
+        open_model("m.pt", TINY)
+
+
+def test_tied_weights_that_contradict_each_other(folder):
+    (folder / "tied_nets.py").write_text(
+        "from torch import nn\n" + __import__("inspect").getsource(TiedNet).replace("TiedNet", "Net")
+    )
+    torch.save({"embed.weight": torch.ones(5, 4), "out.weight": torch.zeros(5, 4)}, "m.pt")
+    with pytest.raises(CheckpointError, match=r"embed\.weight and out\.weight differ, but are one tied parameter"):
+        open_model("m.pt", "tied_nets:Net")
+
+
+def test_what_is_frozen_stays_frozen(folder):
+    save_tiny(folder / "m.pt", Record(architecture=TINY, frozen=["body.linear1.weight"]))
+    frozen = [name for name, p in open_model("m.pt").model.named_parameters() if not p.requires_grad]
+    assert frozen == ["body.linear1.weight"]
 
 
 def test_integer_weights_are_refused(folder):
@@ -226,16 +241,33 @@ def test_architectures_by_name(folder):
     assert str(folder) not in sys.path
 
 
-@pytest.mark.parametrize(
-    "text", ["os:system?command=touch+exploded", "builtins:exec", "subprocess:Popen?args=x", "mine:make"]
-)
-def test_a_file_may_name_no_function(folder, text):
-    (folder / "mine.py").write_text("def make():\n    open('exploded', 'w')\n")
-    with pytest.raises(
-        ArchitectureError, match=r"not a subclass of torch\.nn\.Module, and a file may name nothing else"
-    ):
+UNTRUSTED = {
+    "a function": "os:system?command=touch+exploded",
+    "a builtin": "builtins:exec",
+    "a function of ours": "mine_untrusted:make",
+    "a class that is not there": "mine_untrusted:Nope",
+    "a module with side effects": "this:Zen",
+    "a class that is no module": "pathlib:Path",
+    "weights by download": "torchvision:resnet18?weights=DEFAULT",
+}
+
+
+@pytest.mark.parametrize("text", UNTRUSTED.values(), ids=UNTRUSTED.keys())
+def test_a_file_may_name_modules_and_nothing_else(folder, text, capsys):
+    (folder / "mine_untrusted.py").write_text("open('exploded', 'w')\ndef make():\n    pass\n")
+    with pytest.raises(ArchitectureError, match="not imported|no such class|not a subclass|never from a download"):
         build(text, trusted=False)
     assert not (folder / "exploded").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_file_may_name_a_class_that_is_in_the_source(folder):
+    (folder / "inner").mkdir()
+    (folder / "inner" / "nets.py").write_text("from torch.nn import Linear\nclass Net(Linear):\n    pass\n")
+    assert build("inner.nets:Net?in_features=2&out_features=3", trusted=False).out_features == 3
+    assert build("inner.nets:Linear?in_features=2&out_features=3", trusted=False).out_features == 3
+    assert builds_by_itself("inner.nets:Net")
+    assert builds_by_itself("mlp?hidden=3")
 
 
 @pytest.mark.parametrize(

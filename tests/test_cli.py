@@ -255,13 +255,32 @@ def test_a_negative_fisher_in_a_file_is_refused(ewc_ft, start):
     )
 
 
-def test_debug_shows_the_traceback(ewc_ft):
-    from click.testing import CliRunner
+def test_debug_shows_the_traceback_and_keeps_the_exit_code(ewc_ft):
+    result = ewc_ft("evaluate", "none.pt", "--data", DATA, "--debug", expect=1)
+    assert "Traceback" in result.stderr
+    assert "CheckpointError: there is no checkpoint at none.pt" in result.stderr
+    ewc_ft("finetune", "--data", DATA, "--debug", expect=2)
 
-    from ewc_finetune.cli import main
 
-    result = CliRunner().invoke(main, ["evaluate", "none.pt", "--data", DATA, "--debug"])
-    assert type(result.exception).__name__ == "CheckpointError"
+def test_interrupted_work_is_not_lost_to_overwrite(ewc_ft, start):
+    ewc_ft("finetune", "--model", "model.pt", "--data", NEW, "--epochs", 1, "--output", "new.pt")
+    kept = {p.name: p.read_bytes() for p in (start / "new.run").iterdir()}
+    (start / "new.run" / "last.pt").write_bytes((start / "model.pt").read_bytes())
+    arguments = ["--data", NEW, "--output", "new.pt", "--overwrite"]
+    result = ewc_ft("finetune", "--model", "new.run/last.pt", *arguments, expect=1)
+    assert "new.run/last.pt lies in the run folder new.run" in result.stderr
+    (start / "new.run" / "last.pt").unlink()
+    # A run that fails before it has anything to keep puts the earlier one back.
+    ewc_ft("finetune", "--model", "model.pt", *arguments, "--optimizer", "sgd", "--lr", 1e30, expect=1)
+    assert {p.name: p.read_bytes() for p in (start / "new.run").iterdir()} == kept
+    ewc_ft("finetune", "--model", "model.pt", *arguments, "--epochs", 0)
+    assert not list(start.glob(".*"))
+
+
+def test_outputs_with_dots_have_run_folders_of_their_own(ewc_ft, start):
+    for name in ("v1.0", "v1.1"):
+        ewc_ft("finetune", "--model", "model.pt", "--data", NEW, "--epochs", 0, "--output", name)
+        assert (start / f"{name}.run" / "run.json").is_file()
 
 
 def test_an_error_nobody_foresaw_asks_for_a_report(ewc_ft, monkeypatch):

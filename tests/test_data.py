@@ -162,9 +162,15 @@ def test_image_folders_with_splits(photos, tmp_path):
     root = tmp_path / "data"
     root.mkdir()
     photos.rename(root / "train")
-    assert load_domain(f"imagefolder:{root}?size=8", "train").split == "train"
+    assert load_domain(f"imagefolder:{root}?size=8", "train").split is None  # there is no other split to score on
     with pytest.raises(DataError, match=r"there is no folder .*test"):
         load_domain(f"imagefolder:{root}", "test")
+    (root / "test" / "dogs").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(root / "test" / "dogs" / "0.png")
+    assert load_domain(f"imagefolder:{root}?size=8", "train").split == "train"
+    test = load_domain(f"imagefolder:{root}?size=8", "test")
+    assert test.classes == ("cats", "dogs")
+    assert test.labels.tolist() == [1]  # a class that the test split lacks moves no other
 
 
 def test_image_folders_that_are_wrong(photos, tmp_path):

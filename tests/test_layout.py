@@ -6,22 +6,29 @@ from torch.utils.data import TensorDataset
 from ewc_finetune.data.domain import as_domain
 from ewc_finetune.data.layout import Layout, find_layout
 from ewc_finetune.errors import DataError
+from ewc_finetune.likelihood import Categorical
 from ewc_finetune.models import CNN, MLP
 
 CPU = torch.device("cpu")
+
+
+def logits(outputs):
+    Categorical().check_outputs(outputs, "here")
+
+
 IMAGES = as_domain(
     TensorDataset(torch.full((3, 1, 8, 8), 255, dtype=torch.uint8), torch.zeros(3, dtype=torch.long)), "pictures"
 )
 
 
 def test_an_image_goes_flat_into_a_flat_network_and_as_it_is_into_another():
-    assert find_layout(MLP(64, 5), IMAGES, CPU) == Layout((1, 8, 8), flat=True, bytes_to_unit=True)
-    assert find_layout(CNN(1, 8), IMAGES, CPU) == Layout((1, 8, 8), flat=False, bytes_to_unit=True)
+    assert find_layout(MLP(64, 5), IMAGES, CPU, logits) == (Layout((1, 8, 8), flat=True, bytes_to_unit=True), (10,))
+    assert find_layout(CNN(1, 8), IMAGES, CPU, logits) == (Layout((1, 8, 8), flat=False, bytes_to_unit=True), (10,))
 
 
 def test_a_network_that_takes_the_last_dimension_of_anything_still_wants_it_flat():
     square = as_domain([(torch.zeros(2, 1, 1, 8), torch.zeros(2))], "rows")
-    assert find_layout(nn.Sequential(nn.Linear(8, 3)), square, CPU).flat
+    assert find_layout(nn.Sequential(nn.Linear(8, 3)), square, CPU, logits)[0].flat
 
 
 def test_presenting():
@@ -37,15 +44,15 @@ def test_presenting():
 def test_finding_leaves_the_model_as_it_was():
     model = MLP(64, 5).train()
     before = {n: t.clone() for n, t in model.state_dict().items()}
-    find_layout(model, IMAGES, CPU)
+    find_layout(model, IMAGES, CPU, logits)
     assert model.training
     assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
 
 
 def test_what_does_not_fit_is_named():
     with pytest.raises(DataError, match=r"pictures: a sample of shape 1 x 8 x 8 does not go into the model .*shapes"):
-        find_layout(MLP(65, 5), IMAGES, CPU)
+        find_layout(MLP(65, 5), IMAGES, CPU, logits)
     recorded = Layout((1, 28, 28), True, True).to_json()
     with pytest.raises(DataError, match=r"shape 1 x 8 x 8; the model takes 1 x 28 x 28\. .*size=28x28&channels=1"):
-        find_layout(MLP(), IMAGES, CPU, recorded)
-    assert find_layout(MLP(64, 5), IMAGES, CPU, Layout((1, 8, 8), True, True).to_json()).flat
+        find_layout(MLP(), IMAGES, CPU, logits, recorded)
+    assert find_layout(MLP(64, 5), IMAGES, CPU, logits, Layout((1, 8, 8), True, True).to_json())[0].flat

@@ -53,5 +53,5 @@ def test_data_options_are_those_of_the_code():
 
 def test_the_two_commands_are_in_the_makefile():
     makefile = (ROOT / "Makefile").read_text()
-    for target in ("demo:", "test:", "check:", "test-fast:"):
+    for target in ("demo:", "test:", "test-fast:"):
         assert f"\n{target}" in makefile

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -31,23 +32,27 @@ def looks_like_architecture(text: str) -> bool:
 def build(text: str, *, trusted: bool) -> nn.Module:
     """Build the module that an architecture names, with fresh weights.
 
-    The working directory is on the import path meanwhile.
+    The working directory is on the import path meanwhile: before everything else for a name that the user gave, after
+    it for one that comes from a file.
 
     Args:
         text: The architecture.
-        trusted: Whether the user named it. One that was read from a file may only name subclasses of
-            `torch.nn.Module`, so that a file from a stranger cannot call any function that it likes.
+        trusted: Whether the user named it. One that was read from a file may only name classes that can be seen in a
+            module's source before it is imported, and that are subclasses of `torch.nn.Module`: a file from a stranger
+            shall neither import what it likes nor call what it likes.
 
     Raises:
         UsageError: if the text is no address.
         ArchitectureError: if it cannot be found, called, or is no module.
     """
     address = parse(text)
-    with _working_directory_on_path():
+    with _working_directory_on_path(first=trusted):
         factory = _find(address, trusted)
         arguments = {key: _value(value) for key, value in address.options.items()}
         try:
             module = factory(**arguments)
+        except ArchitectureError:
+            raise
         except Exception as error:
             raise ArchitectureError(
                 f"the architecture {text} cannot be built: {type(error).__name__}: {error}. "
@@ -56,6 +61,16 @@ def build(text: str, *, trusted: bool) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise ArchitectureError(f"{address.head} gives a {type(module).__name__}; expected a torch.nn.Module")
     return module
+
+
+def builds_by_itself(text: str) -> bool:
+    """Whether the architecture may be built when a file names it, with nobody naming it again."""
+    address = parse(text)
+    if address.head in BUILTIN or address.head.startswith("torchvision:"):
+        return True
+    with _working_directory_on_path(first=True):
+        found = _find(address, trusted=True)
+    return isinstance(found, type) and issubclass(found, nn.Module)
 
 
 def complete(text: str, sample_shape: tuple[int, ...], num_classes: int) -> str:
@@ -93,6 +108,12 @@ def _find(address: Address, trusted: bool) -> Callable[..., object]:
         raise ArchitectureError(f"no architecture is called {head!r}. {suggest(head, BUILTIN)}; otherwise {FORMS}")
     if module_name == "torchvision":
         return _torchvision(name)
+    if not trusted and not _is_in_source(module_name, name.partition(".")[0]):
+        raise ArchitectureError(
+            f"a file names {head} as the architecture, and no such class is seen in the source of a module "
+            f"{module_name} here, so it was not imported. Run ewc-ft in the folder that holds it, put that folder into "
+            "PYTHONPATH, or, if you trust it, name it yourself with --arch"
+        )
     try:
         found: object = importlib.import_module(module_name)
         for part in name.split("."):
@@ -113,21 +134,54 @@ def _find(address: Address, trusted: bool) -> Callable[..., object]:
     return found  # type: ignore[return-value]
 
 
+def _is_in_source(module_name: str, name: str) -> bool:
+    """Whether a module's source defines or imports the name, seen without importing the module or its packages."""
+    top, *rest = module_name.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+        if spec is None:
+            return False
+        file = Path(spec.origin or "")
+        if rest:
+            base = Path(next(iter(spec.submodule_search_locations or ["."]))).joinpath(*rest)
+            file = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+        tree = ast.parse(file.read_bytes())
+    except (ImportError, OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return True
+        if isinstance(node, ast.ImportFrom) and any(
+            (alias.asname or alias.name) in (name, "*") for alias in node.names
+        ):
+            return True
+    return False
+
+
 def _torchvision(name: str) -> Callable[..., object]:
     from torchvision.models import get_model_builder, list_models
 
     if name not in list_models():
         raise ArchitectureError(f"torchvision has no model {name!r}. {suggest(name, list_models())}")
     builder = get_model_builder(name)
-    # No pretrained weights, neither of the model nor of its backbone: the checkpoint brings its own.
     empty = {key: None for key in ("weights", "weights_backbone") if key in inspect.signature(builder).parameters}
-    return lambda **arguments: builder(**(empty | arguments))
+
+    def make(**arguments: Any) -> object:
+        if any(key.startswith("weights") for key in arguments):
+            raise ArchitectureError(
+                f"torchvision:{name} takes its weights from a checkpoint, never from a download. Save the pretrained "
+                "ones with torch.save(model.state_dict(), path) and start from that file"
+            )
+        return builder(**arguments, **empty)
+
+    return make
 
 
 @contextlib.contextmanager
-def _working_directory_on_path() -> Iterator[None]:
+def _working_directory_on_path(first: bool) -> Iterator[None]:
     folder = str(Path.cwd())
-    sys.path.insert(0, folder)
+    sys.path.insert(0 if first else len(sys.path), folder)
+    importlib.invalidate_caches()
     try:
         yield
     finally:
@@ -141,7 +195,7 @@ def _value(text: str) -> object:
         return text.lower() == "true"
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
 
 

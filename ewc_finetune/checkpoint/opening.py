@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ewc_finetune.anchor import check_finite
+from ewc_finetune.anchor import check_model
 from ewc_finetune.checkpoint import state_dict
 from ewc_finetune.checkpoint.architecture import build, complete
 from ewc_finetune.checkpoint.state_dict import Checkpoint, Record, build_model, load_checkpoint
@@ -47,8 +47,9 @@ def open_model(model: str | Path | nn.Module, architecture: str | None = None) -
         CheckpointError, ArchitectureError, AnchorError, NonFiniteError: see `load_checkpoint` and `build_model`.
     """
     if isinstance(model, nn.Module):
-        check_finite(model.state_dict(), "the model's ")
-        return Opened(model, type(model).__name__, Record(architecture=architecture))
+        check_model(model, "the model's ")
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        return Opened(model, type(model).__name__, Record(architecture=architecture, frozen=frozen))
     return open_checkpoint(load_checkpoint(model), architecture)
 
 

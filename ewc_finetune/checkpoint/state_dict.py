@@ -9,21 +9,22 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ewc_finetune.anchor import Anchor, check_finite
+from ewc_finetune.anchor import Anchor, check_model
 from ewc_finetune.checkpoint.architecture import FORMS, build
 from ewc_finetune.errors import AnchorError, ArchitectureError, CheckpointError, StorageError
 from ewc_finetune.files import atomic_write, sha256
 
 FORMAT = "state_dict"
 _KEY = "ewc_ft"
+FROZEN = "frozen (requires_grad is false)"
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,14 @@ class Record:
         input: How samples are presented to it (`Layout`).
         classes: Names of its outputs, where they are known.
         lineage: Anchors whose penalties it was trained under: `name`, `sha256`, `lambda` of each.
+        frozen: Parameters that were not to be trained (`requires_grad` was false).
     """
 
     architecture: str | None = None
     input: dict[str, Any] = field(default_factory=dict)
     classes: list[str] | None = None
     lineage: list[dict[str, Any]] = field(default_factory=list)
+    frozen: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,6 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
 
     Raises:
         CheckpointError: if the file is missing, empty, no state dict, or asks for code to be run.
-        NonFiniteError: if a weight is NaN or infinite.
         AnchorError: if it is a safetensors file but no anchor.
     """
     path = Path(path)
@@ -90,7 +92,6 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
                 "If the weights are one entry of it, save that entry alone: "
                 f"torch.save(torch.load({path.name!r}, weights_only=True)['state_dict'], 'weights.pt')"
             )
-    check_finite(found, f"{path}: ")
     return Checkpoint(str(path), FORMAT, sha256(path), found, _read_record(found, path))
 
 
@@ -104,6 +105,7 @@ def from_anchor(anchor: Anchor) -> Checkpoint:
         input=anchor.provenance.input,
         classes=anchor.provenance.classes,
         lineage=anchor.provenance.lineage,
+        frozen=[name for name, reason in anchor.provenance.excluded.items() if reason == FROZEN],
     )
     return Checkpoint(anchor.label, FORMAT, origin.get("sha256"), {**anchor.weights, **anchor.buffers}, record)
 
@@ -117,7 +119,8 @@ def build_model(checkpoint: Checkpoint, architecture: str | None = None) -> tupl
 
     Raises:
         ArchitectureError: if none is known or it does not fit, naming the first parameters and both shapes.
-        CheckpointError: if weights are integers (quantized).
+        CheckpointError: if weights are integers (quantized), or tied ones contradict each other.
+        NonFiniteError: if a weight is NaN or infinite.
     """
     text = architecture or checkpoint.record.architecture
     if text is None:
@@ -126,19 +129,36 @@ def build_model(checkpoint: Checkpoint, architecture: str | None = None) -> tupl
         )
     model = build(text, trusted=architecture is not None)
     _fit(model, checkpoint, text)
+    check_model(model, f"{checkpoint.label}: ")
+    for name, parameter in model.named_parameters():
+        if name in checkpoint.record.frozen:
+            parameter.requires_grad_(False)
     return model.eval(), text
 
 
-def save_checkpoint(path: Path, model: nn.Module, record: Record) -> None:
+def save_checkpoint(
+    path: Path, model: nn.Module, record: Record, dtypes: Mapping[str, torch.dtype] | None = None
+) -> None:
     """Write the model as a state dict that carries `record`; the same model gives the same bytes.
+
+    Args:
+        path: The file.
+        model: On any device.
+        record: What is known of it.
+        dtypes: Tensors to write in another dtype than they have, by name.
 
     Raises:
         StorageError: if it cannot be written.
     """
-    state = model.state_dict()
+    state = model.state_dict(keep_vars=True)
     metadata = getattr(state, "_metadata", OrderedDict())
-    # Tied tensors stay tied: they are one storage in the file as in the model.
-    state = OrderedDict((name, value.cpu() if isinstance(value, Tensor) else value) for name, value in state.items())
+    # One copy for each tensor, so that what is tied in the model is one storage in the file too.
+    copies = {
+        id(value): value.detach().to("cpu", (dtypes or {}).get(name, value.dtype))
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+    }
+    state = OrderedDict((name, copies.get(id(value), value)) for name, value in state.items())
     state._metadata = metadata  # type: ignore[attr-defined]
     metadata[_KEY] = asdict(record)
     with atomic_write(path) as temporary, temporary.open("wb") as file:
@@ -193,10 +213,17 @@ def _read_record(state: Mapping[str, Tensor], path: Path) -> Record:
     found = metadata.get(_KEY) if isinstance(metadata, Mapping) else None
     if found is None:
         return Record()
-    names = {f.name for f in fields(Record)}
-    if not isinstance(found, Mapping) or not isinstance(found.get("architecture"), (str, type(None))):
-        raise CheckpointError(f"{path}: what ewc-ft wrote into its metadata is damaged ({found!r})")
-    return Record(**{key: value for key, value in found.items() if key in names})
+    expected: dict[str, Callable[[Any], bool]] = {
+        "architecture": lambda v: v is None or isinstance(v, str),
+        "input": lambda v: isinstance(v, dict) and isinstance(v.get("shape", []), list),
+        "classes": lambda v: v is None or isinstance(v, list),
+        "lineage": lambda v: isinstance(v, list) and all(isinstance(entry, dict) for entry in v),
+        "frozen": lambda v: isinstance(v, list),
+    }
+    known = {key: value for key, value in found.items() if key in expected} if isinstance(found, Mapping) else None
+    if known is None or not all(expected[key](value) for key, value in known.items()):
+        raise CheckpointError(f"{path}: what ewc-ft wrote into its metadata is damaged: {found!r:.200}")
+    return Record(**known)
 
 
 def _fit(model: nn.Module, checkpoint: Checkpoint, architecture: str) -> None:
@@ -224,8 +251,14 @@ def _fit(model: nn.Module, checkpoint: Checkpoint, architecture: str) -> None:
             f"the architecture {architecture} does not fit {checkpoint.label}: {'; '.join(problems[:3])}{more}. "
             "Name the right one with --arch"
         )
+    filled: dict[int, str] = {}
     for name, value in checkpoint.state.items():
         slot = slots[name]
+        other = filled.setdefault(id(slot), name)
+        if other != name and not torch.equal(checkpoint.state[other], value):
+            raise CheckpointError(
+                f"{checkpoint.label}: {other} and {name} differ, but are one tied parameter in {architecture}"
+            )
         if slot.is_floating_point() and not value.is_floating_point():
             raise CheckpointError(
                 f"{checkpoint.label}: {name} is {value.dtype}; quantized and integer weights cannot be trained. "

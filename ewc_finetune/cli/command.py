@@ -6,6 +6,7 @@ import contextlib
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -34,20 +35,21 @@ class Command(click.Command):
         except KeyboardInterrupt:
             click.echo("\nInterrupted.", err=True)
             ctx.exit(INTERRUPTED)
-        except EwcError as error:
+        except (EwcError, OSError) as error:
             if debug:
-                raise
-            click.echo(f"Error: {error}", err=True)
-            ctx.exit(error.exit_code)
-        except Exception as error:
+                traceback.print_exc()
+            else:
+                click.echo(f"Error: {error}", err=True)
+            ctx.exit(error.exit_code if isinstance(error, EwcError) else 1)
+        except Exception as error:  # noqa: BLE001 - whatever it is, people get a sentence
             if debug:
-                raise
-            text = str(error).strip() or "no message"
-            click.echo(
-                f"Error: {type(error).__name__}: {text}\nThis is not an error that ewc-ft foresaw; run the command "
-                "again with --debug and report what it prints.",
-                err=True,
-            )
+                traceback.print_exc()
+            else:
+                click.echo(
+                    f"Error: {type(error).__name__}: {str(error).strip() or 'no message'}\nThis is not an error that "
+                    "ewc-ft foresaw; run the command again with --debug and report what it prints.",
+                    err=True,
+                )
             ctx.exit(1)
 
 

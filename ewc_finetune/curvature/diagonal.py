@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ewc_finetune.choices import ESTIMATORS, Estimator, check_choice
 from ewc_finetune.curvature.per_sample import Engine, batch_mean, one_at_a_time, vectorised
 from ewc_finetune.devices import random_state_kept
-from ewc_finetune.errors import DataError, NonFiniteError
+from ewc_finetune.errors import ArchitectureError, DataError, NonFiniteError
 from ewc_finetune.likelihood import Likelihood
 from ewc_finetune.modes import evaluating
 from ewc_finetune.progress import Bar
@@ -64,6 +64,7 @@ def diagonal_fisher(
 
     Raises:
         UsageError: for an unknown estimator.
+        ArchitectureError: if a sample's outputs depend on the other samples of its batch.
         DataError: if there is no sample, or outputs or labels do not suit the likelihood.
         NonFiniteError: if the model's outputs, or the Fisher, hold NaN or infinity.
     """
@@ -82,19 +83,16 @@ def diagonal_fisher(
 
     with evaluating(model), random_state_kept(device):
         for batch_inputs, batch_targets in batches:
+            if samples == 0 and len(batch_inputs) > 1:
+                _check_independence(model, batch_inputs[:2])
             step = limit or max(len(batch_inputs), 1)
             for start in range(0, len(batch_inputs), step):
                 inputs = batch_inputs[start : start + step]
                 targets = None if batch_targets is None else batch_targets[start : start + step]
-                with torch.no_grad():
-                    outputs = model(inputs)
-                where = f"samples {samples} to {samples + len(inputs) - 1}"
-                _check_outputs(outputs, len(inputs), where)
-                likelihood.check_outputs(outputs, where)
+                outputs = _forward(model, inputs, targets, likelihood, samples)
                 if targets is None:
                     labelled = False
                 else:
-                    likelihood.check_targets(targets, tuple(outputs.shape[1:]), where)
                     loss += likelihood.loss(outputs, targets).item() * len(inputs)
                     correct += int(likelihood.correct(outputs, targets))
                 factors = likelihood.output_factors(outputs, targets, estimator, generator)
@@ -135,17 +133,41 @@ def _refusal(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Tensor,
     return None
 
 
-def _check_outputs(outputs: object, samples: int, where: str) -> None:
+@torch.no_grad()
+def _forward(model: nn.Module, inputs: Tensor, targets: Tensor | None, likelihood: Likelihood, seen: int) -> Tensor:
+    """Return the model's outputs, once outputs and targets are known to suit; `seen` samples came before these."""
+    outputs = model(inputs)
+    where = f"samples {seen} to {seen + len(inputs) - 1}"
     if not isinstance(outputs, Tensor):
         raise DataError(f"{where}: the model returned a {type(outputs).__name__}; one tensor of outputs is expected")
-    if outputs.ndim == 0 or len(outputs) != samples:
+    if outputs.ndim == 0 or len(outputs) != len(inputs):
         raise DataError(
-            f"{where}: {samples} samples went in and outputs of shape {tuple(outputs.shape)} came out; "
+            f"{where}: {len(inputs)} samples went in and outputs of shape {tuple(outputs.shape)} came out; "
             "the first dimension must be the batch"
         )
     if not outputs.isfinite().all():
-        bad = (~outputs.isfinite().reshape(samples, -1).all(dim=1)).nonzero()[0].item()
+        bad = (~outputs.isfinite().reshape(len(inputs), -1).all(dim=1)).nonzero()[0].item()
         raise NonFiniteError(
             f"{where}: the model's outputs for sample number {bad} of these hold NaN or infinity. "
             "Check the weights and that sample's input"
+        )
+    likelihood.check_outputs(outputs, where)
+    if targets is not None:
+        likelihood.check_targets(targets, tuple(outputs.shape[1:]), where)
+    return outputs
+
+
+@torch.no_grad()
+def _check_independence(model: nn.Module, two: Tensor) -> None:
+    """Refuse a model for which a sample's gradient is not defined, since the rest of its batch has a say."""
+    together, alone = model(two), model(two[:1])
+    if not isinstance(together, Tensor) or not isinstance(alone, Tensor) or together.shape[1:] != alone.shape[1:]:
+        return  # what is wrong here is said elsewhere
+    rounding = 1e-4 if together.dtype in (torch.float32, torch.float64) else 5e-2
+    if (together[0] - alone[0]).abs().max() > rounding * together.abs().max().clamp(min=1e-6):
+        layers = [name for name, m in model.named_modules() if getattr(m, "track_running_stats", True) is False]
+        hint = f" (it has normalisation without running statistics: {', '.join(layers)})" if layers else ""
+        raise ArchitectureError(
+            f"the model's outputs for a sample change with the other samples of its batch{hint}; the Fisher is made of "
+            "single samples' gradients, which such a model does not have"
         )

@@ -117,18 +117,23 @@ class Domain:
     def _loader(self, batch_size: int, shuffle: torch.Generator | None) -> Iterable[Any]:
         samples: Any = self.samples
         if isinstance(samples, IterableDataset):
-            return DataLoader(samples, batch_size=batch_size)
+            return DataLoader(samples, batch_size=batch_size, generator=torch.Generator())
         if not self.indexable:
             return samples  # type: ignore[no-any-return]
         order = range(len(samples)) if shuffle is None else torch.randperm(len(samples), generator=shuffle).tolist()
-        return DataLoader(samples, batch_sampler=BatchSampler(order, batch_size, drop_last=False))
+        # With a generator of its own, a loader takes nothing from torch's global one.
+        sampler = BatchSampler(order, batch_size, drop_last=False)
+        return DataLoader(samples, batch_sampler=sampler, generator=torch.Generator())
 
     def _read(self, batch: Any) -> Batch:
         parts = batch if isinstance(batch, (tuple, list)) else [batch]
         if not 1 <= len(parts) <= 2 or not all(isinstance(part, Tensor) for part in parts):
             kinds = ", ".join(type(part).__name__ for part in parts)
             raise DataError(f"a batch of {self.name} is ({kinds}); expected (inputs, labels), two tensors")
-        return (parts[0], parts[1]) if len(parts) == 2 else (parts[0], None)
+        if len(parts) == 1:
+            return parts[0], None
+        inputs, labels = parts
+        return inputs, labels if labels.is_floating_point() else labels.long()
 
 
 def as_domain(data: object, name: str = "data") -> Domain:

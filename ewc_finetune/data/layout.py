@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -53,18 +53,26 @@ class Layout:
 
 
 def find_layout(
-    model: nn.Module, domain: Domain, device: torch.device, recorded: dict[str, Any] | None = None
-) -> Layout:
+    model: nn.Module,
+    domain: Domain,
+    device: torch.device,
+    check_outputs: Callable[[Tensor], None],
+    recorded: dict[str, Any] | None = None,
+) -> tuple[Layout, tuple[int, ...]]:
     """Find how a domain's samples go into the model, by trying one: as it is, then flattened.
 
     Args:
         model: On `device`; tried in eval mode and left as it was.
         domain: Where the sample comes from.
         device: Where the model is.
+        check_outputs: Raises a DataError for outputs that the likelihood cannot take.
         recorded: The layout that the model's checkpoint or anchor carries, to say what would have been right.
 
+    Returns:
+        The layout, and the shape of the model's outputs for one sample.
+
     Raises:
-        DataError: if the sample suits neither the model nor what is recorded; the shapes are named.
+        DataError: if the sample goes into the model in neither way; the shapes are named.
     """
     sample, name = domain.first().to(device), domain.name
     shape = tuple(sample.shape[1:])
@@ -73,15 +81,13 @@ def find_layout(
     for flat in (False, True) if len(shape) > 1 else (False,):
         layout = Layout(shape, flat, bytes_to_unit=sample.dtype == torch.uint8)
         try:
-            with evaluating(model), torch.no_grad(), random_state_kept(sample.device):
+            with evaluating(model), torch.no_grad(), random_state_kept(device):
                 outputs = model(layout.present(sample, dtype))
+            check_outputs(outputs)
         except Exception as error:  # noqa: BLE001 - a model may raise anything for an input it can't take
             refusals.append(f"{'flattened' if flat else 'as it is'}: {str(error).partition(chr(10))[0][:200]}")
-            continue
-        # A linear layer takes the last dimension of anything: one output vector for the sample is what we want.
-        if not isinstance(outputs, Tensor) or outputs.ndim == 2 or len(shape) < 2:
-            return layout
-        refusals.append(f"{'flattened' if flat else 'as it is'}: outputs of shape {tuple(outputs.shape)}")
+        else:
+            return layout, tuple(outputs.shape[1:])
     wanted = (recorded or {}).get("shape")
     if wanted and list(wanted) != list(shape):
         raise DataError(f"{name}: samples have shape {_show(shape)}; the model takes {_show(wanted)}.{_advice(wanted)}")

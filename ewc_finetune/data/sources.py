@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ewc_finetune.address import Address, parse, suggest
-from ewc_finetune.choices import Split
+from ewc_finetune.choices import SPLITS, Split
 from ewc_finetune.data.domain import Domain, as_domain
 from ewc_finetune.data.options import Options, read_options
 from ewc_finetune.errors import DataError, UsageError
@@ -56,6 +57,23 @@ def resolve_domain(data: object, default_split: Split, data_dir: str | Path | No
     return load_domain(data, default_split, data_dir) if isinstance(data, str) else as_domain(data)
 
 
+def resolve_domains(data: Any, default_split: Split, data_dir: str | Path | None = None) -> list[Domain]:
+    """Make domains of one piece of data, of a list of specs or datasets, or of a dict of such by name.
+
+    A list of anything else is a list of batches: one domain. Datasets without a name are numbered.
+    """
+    if isinstance(data, Mapping):
+        return [replace(resolve_domain(item, default_split, data_dir), name=name) for name, item in data.items()]
+    if not isinstance(data, (list, tuple)) or not all(map(_is_domain, data)):
+        return [resolve_domain(data, default_split, data_dir)]
+    domains = [resolve_domain(item, default_split, data_dir) for item in data]
+    return [replace(d, name=f"data {i}") if d.name == "data" else d for i, d in enumerate(domains, start=1)]
+
+
+def _is_domain(item: object) -> bool:
+    return isinstance(item, (str, Domain, Dataset, DataLoader))
+
+
 def _select(domain: Domain, options: Options) -> Domain:
     if domain.labels is None:
         raise DataError(f"{domain.name} has no labels")
@@ -93,7 +111,8 @@ def _torchvision(name: str) -> Callable[[Split, Path], InMemory]:
             raise DataError(
                 f"{name} is not in {folder}, or not whole, and could not be downloaded there "
                 f"({type(error).__name__}: {str(error).partition(chr(10))[0]}). Put torchvision's files into that "
-                f"folder, or name the one that has them with --data-dir or {ENVIRONMENT}"
+                f"folder (delete what is there if it is damaged), or name the one that has them with --data-dir or "
+                f"{ENVIRONMENT}"
             ) from error
         images = torch.as_tensor(data.data)
         # (N, H, W) is grey; (N, H, W, C) becomes (N, C, H, W).
@@ -161,22 +180,28 @@ class _Images(Dataset[tuple[Tensor, int]]):
 
 
 def _image_folder(address: Address, root: Path, split: Split, options: Options) -> Domain:
-    """A folder with a folder of images for each class, by itself or under `train/` and `test/`."""
-    from torchvision.datasets import ImageFolder
+    """A folder with a folder of images for each class, by itself or under `train/` and `test/`.
+
+    Classes are numbered over both splits together, so that a class that one of them lacks moves no other.
+    """
+    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
     if not root.is_dir():
         raise DataError(f"there is no folder {root}, which {address} names")
-    has_splits = any((root / name).is_dir() for name in ("train", "test"))
-    folder = root / split if has_splits else root
-    if not folder.is_dir():
-        raise DataError(f"{address}: there is no folder {folder}")
-    if options.split and not has_splits:
+    splits = {name: root / name for name in SPLITS if _folders_in(root / name)}
+    if options.split and not splits:
         raise DataError(f"{address}: {root} has no folders train/ and test/, so it has no splits to choose from")
-    try:
-        found = ImageFolder(folder)
-    except FileNotFoundError as error:
-        reason = str(error).partition("\n")[0]
-        raise DataError(f"{folder}: {reason}. Expected a folder for each class, with images in it") from error
-    labels = torch.tensor(found.targets, dtype=torch.long)
-    samples = _Images(found.samples, options)
-    return Domain(str(address), samples, tuple(found.classes), labels, split if has_splits else None)
+    folder = splits.get(split) if splits else root
+    if folder is None:
+        raise DataError(f"{address}: there is no folder {root / split} with a folder for each class")
+    classes = sorted({name for part in (splits.values() or [root]) for name in _folders_in(part)})
+    numbers = {name: number for number, name in enumerate(classes)}
+    files = make_dataset(str(folder), numbers, extensions=IMG_EXTENSIONS, allow_empty=True) if classes else []
+    if not files:
+        raise DataError(f"{folder} holds no images. Expected a folder for each class, with images in it")
+    labels = torch.tensor([label for _, label in files], dtype=torch.long)
+    return Domain(str(address), _Images(files, options), tuple(classes), labels, split if len(splits) == 2 else None)
+
+
+def _folders_in(folder: Path) -> list[str]:
+    return [entry.name for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []

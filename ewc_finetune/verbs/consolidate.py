@@ -14,8 +14,10 @@ from torch import nn
 
 from ewc_finetune._version import __version__
 from ewc_finetune.address import parse, suggest
-from ewc_finetune.anchor import Anchor, Provenance, cpu_copy, validate
+from ewc_finetune.anchor import Anchor, cpu_copy, validate
+from ewc_finetune.checkpoint.architecture import builds_by_itself
 from ewc_finetune.checkpoint.opening import open_model
+from ewc_finetune.checkpoint.state_dict import FROZEN
 from ewc_finetune.choices import ESTIMATORS, Estimator, LikelihoodName, check_choice
 from ewc_finetune.curvature.diagonal import diagonal_fisher
 from ewc_finetune.data.domain import Batch, Domain, Fingerprint
@@ -23,10 +25,11 @@ from ewc_finetune.data.layout import feed
 from ewc_finetune.data.sources import resolve_domain
 from ewc_finetune.devices import choose_device, on_device, random_state_kept
 from ewc_finetune.errors import UsageError
-from ewc_finetune.files import check_output
+from ewc_finetune.files import beside, check_output
 from ewc_finetune.likelihood import get_likelihood
 from ewc_finetune.modes import normalisation_layers
 from ewc_finetune.progress import Progress, Silent
+from ewc_finetune.provenance import Provenance
 from ewc_finetune.verbs.prepare import prepare
 
 
@@ -41,6 +44,7 @@ def consolidate(
     batch_size: int = 200,
     likelihood: LikelihoodName = "categorical",
     exclude: Sequence[str] = (),
+    lineage: Sequence[dict[str, Any]] | None = None,
     device: str = "auto",
     seed: int = 0,
     data_dir: str | Path | None = None,
@@ -62,6 +66,7 @@ def consolidate(
         batch_size: Samples at once; matters to the result for `batched` alone.
         likelihood: How outputs become log p(y | x).
         exclude: Patterns (`head.*`) of parameters to leave free.
+        lineage: Anchors that a module was already trained under (`Finetuned.lineage`); a file carries its own.
         device: `auto`, `cpu`, `cuda` or `mps`.
         seed: Of the subset and of the labels of `sampled`.
         data_dir: Where downloaded data lies.
@@ -84,6 +89,11 @@ def consolidate(
     if batch_size < 1:
         raise UsageError(f"batch size is {batch_size}; expected at least 1")
     opened = open_model(model, architecture)
+    if not isinstance(model, nn.Module) and architecture is not None and not builds_by_itself(architecture):
+        progress.note(
+            f"{architecture} is a function, which no file may call: give --arch again with the anchor, or name "
+            "a subclass of torch.nn.Module"
+        )
     domain = resolve_domain(data, "train", data_dir)
     rule = get_likelihood(likelihood)
     excluded = _excluded(opened.model, exclude)
@@ -91,7 +101,7 @@ def consolidate(
     chosen = _subset(domain, samples, seed)
     fingerprint = Fingerprint()
     with on_device(opened.model, where), random_state_kept(where, seed):
-        layout = prepare(opened.model, domain, rule, where, opened.record.input, progress)
+        layout = prepare(opened.model, domain, rule, where, opened.record, progress)
         with progress.bar(f"Fisher ({estimator})", _count(domain, samples), "sample") as bar:
             found = diagonal_fisher(
                 opened.model,
@@ -126,7 +136,7 @@ def consolidate(
             seed=seed,
             excluded=excluded,
             normalisation={"statistics": "frozen", "layers": list(normalisation_layers(opened.model))},
-            lineage=opened.record.lineage,
+            lineage=opened.record.lineage if lineage is None else list(lineage),
             scores=found.scores,
             input=layout.to_json(),
             classes=opened.record.classes if domain.classes is None else list(domain.classes),
@@ -143,13 +153,13 @@ def consolidate(
 
 def default_output(model: str | Path) -> Path:
     """Return where the anchor of a checkpoint file goes: beside it, `model.pt` to `model.anchor.safetensors`."""
-    return Path(model).with_suffix(".anchor.safetensors")
+    return beside(Path(model), ".anchor.safetensors")
 
 
 def _excluded(model: nn.Module, patterns: Sequence[str]) -> dict[str, str]:
     """Return the parameters without curvature, each with the reason."""
     names = [name for name, _ in model.named_parameters()]
-    excluded = {name: "frozen (requires_grad is false)" for name, p in model.named_parameters() if not p.requires_grad}
+    excluded = {name: FROZEN for name, p in model.named_parameters() if not p.requires_grad}
     for pattern in patterns:
         matching = fnmatch.filter(names, pattern)
         if not matching:

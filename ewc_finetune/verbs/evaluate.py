@@ -14,9 +14,9 @@ from ewc_finetune.checkpoint.opening import open_model
 from ewc_finetune.choices import LikelihoodName
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.layout import Layout, feed
-from ewc_finetune.data.sources import resolve_domain
+from ewc_finetune.data.sources import resolve_domains
 from ewc_finetune.devices import choose_device, on_device, random_state_kept
-from ewc_finetune.errors import DataError, NonFiniteError
+from ewc_finetune.errors import DataError, NonFiniteError, UsageError
 from ewc_finetune.likelihood import Likelihood, get_likelihood
 from ewc_finetune.modes import evaluating
 from ewc_finetune.progress import Bar, Progress, Silent
@@ -55,7 +55,8 @@ def evaluate(
 
     Args:
         model: A module (left as it was), a checkpoint file, or an anchor file.
-        data: A data spec, dataset or loader, or a list of specs; specs mean their test split unless they say.
+        data: A data spec, dataset or loader; or a list of specs or datasets; or a dict of such, by name. Specs mean
+            their test split unless they say.
         architecture: What to build for a checkpoint that doesn't carry it.
         likelihood: How outputs become log p(y | x).
         batch_size: Samples at once.
@@ -70,10 +71,11 @@ def evaluate(
     opened = open_model(model, architecture)
     where = choose_device(device)
     rule = get_likelihood(likelihood)
-    several = isinstance(data, (list, tuple)) and all(isinstance(item, str) for item in data)
-    domains = [resolve_domain(item, "test", data_dir) for item in (data if several else [data])]
+    if batch_size < 1:
+        raise UsageError(f"batch size is {batch_size}; expected at least 1")
+    domains = resolve_domains(data, "test", data_dir)
     with on_device(opened.model, where), random_state_kept(where):
-        layouts = [prepare(opened.model, d, rule, where, opened.record.input, progress) for d in domains]
+        layouts = [prepare(opened.model, d, rule, where, opened.record, progress) for d in domains]
         scores = []
         for domain, layout in zip(domains, layouts, strict=True):
             with progress.bar(domain.name, domain.size, "sample") as bar:

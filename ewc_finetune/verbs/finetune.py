@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,16 @@ from ewc_finetune.checkpoint.opening import Opened, open_checkpoint, open_fresh,
 from ewc_finetune.checkpoint.state_dict import Record, from_anchor, save_checkpoint
 from ewc_finetune.choices import NORM_STATS, OPTIMIZERS, NormStats, OptimizerName, check_choice
 from ewc_finetune.data.domain import Domain
-from ewc_finetune.data.sources import resolve_domain
+from ewc_finetune.data.layout import Layout
+from ewc_finetune.data.sources import resolve_domain, resolve_domains
 from ewc_finetune.devices import choose_device, on_device, random_state_kept
-from ewc_finetune.errors import CheckpointError, UsageError
+from ewc_finetune.errors import CheckpointError, StorageError, UsageError
 from ewc_finetune.figures import draw_run
-from ewc_finetune.files import check_output
-from ewc_finetune.likelihood import get_likelihood
+from ewc_finetune.files import beside, check_output
+from ewc_finetune.likelihood import Likelihood, get_likelihood
 from ewc_finetune.modes import normalisation_layers
 from ewc_finetune.penalty import Penalty
+from ewc_finetune.precision import float32_weights
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.runs import RunFolder
 from ewc_finetune.stack import remarks, spread_lambdas
@@ -48,6 +50,7 @@ class Finetuned:
         history: The lines of `metrics.jsonl`.
         steps: Optimizer steps taken.
         norm_stats: What was done with normalisation statistics.
+        lineage: The anchors that have pulled on the model, for `consolidate`; a checkpoint file carries them itself.
         output: The checkpoint file, where one was written.
         run: The run folder, where one was written.
     """
@@ -58,6 +61,7 @@ class Finetuned:
     history: list[dict[str, Any]]
     steps: int
     norm_stats: NormStats
+    lineage: list[dict[str, Any]]
     output: Path | None
     run: Path | None
 
@@ -75,7 +79,7 @@ def finetune(
     optimizer: OptimizerName = "adam",
     momentum: float = 0.9,
     norm_stats: NormStats | None = None,
-    eval_on: Sequence[Any] | None = None,
+    eval_on: Sequence[Any] | Mapping[str, Any] | None = None,
     seed: int = 0,
     device: str = "auto",
     data_dir: str | Path | None = None,
@@ -89,8 +93,8 @@ def finetune(
     The same seed on the same machine gives the same bytes.
 
     Args:
-        model: A module (trained in place), a checkpoint file, or an architecture such as `mlp` (fresh weights).
-            None starts from the weights of the last anchor.
+        model: A module (trained in place, left in eval mode without gradients), a checkpoint file, or an architecture
+            such as `mlp` (fresh weights). None starts from the weights of the last anchor.
         data: The new domain: a data spec (its train split unless it says), dataset or loader.
         anchors: Anchors or their files, oldest first.
         lambdas: Strength of the penalty, one for all or one for each anchor.
@@ -102,8 +106,8 @@ def finetune(
         momentum: Of `sgd` alone.
         norm_stats: `frozen` keeps running statistics as they are, `update` lets them follow the new data. Unless
             given: frozen, but update for fresh weights, whose statistics nothing has filled yet.
-        eval_on: Domains to score before, after each epoch and at the end (specs mean their test split unless they
-            say); the test split of `data` unless given, where it has one.
+        eval_on: Domains to score before and after each epoch, a list of specs or datasets or a dict of such by name
+            (specs mean their test split unless they say); the test split of `data` unless given, where it has one.
         seed: Of fresh weights, the order of samples, and dropout.
         device: `auto`, `cpu`, `cuda` or `mps`.
         data_dir: Where downloaded data lies.
@@ -113,8 +117,9 @@ def finetune(
         progress: Told what happens.
 
     Raises:
-        EwcError: naming what is wrong with the model, an anchor, the data, an option or a file. If the loss becomes
-            NaN, the last whole epoch's state is kept in the run folder as `last.pt`.
+        EwcError: naming what is wrong with the model, an anchor, the data, an option or a file. If the run ends early
+            (the loss becomes NaN, say), the state after the last whole epoch is kept: a module that was passed in goes
+            back to it, and the run folder has it as `last.pt`.
     """
     progress = progress or Silent()
     _check_numbers(epochs=epochs, lr=lr, batch_size=batch_size, momentum=momentum, log_every=log_every)
@@ -125,9 +130,7 @@ def finetune(
     strengths = spread_lambdas(lambdas, len(given) or 1)[: len(given)]
     output = None if output is None else Path(output)
     if output is not None:
-        check_output(output, overwrite, [model, *given])
-        if output.suffix == ".run":
-            raise UsageError(f"the output {output} would stand where its run folder goes. Let it end in .pt, say")
+        _check_output(output, overwrite, [model, *given])
     stacked = [item if isinstance(item, Anchor) else Anchor.load(item) for item in given]
     for remark in [r for anchor in stacked for r in anchor.remarks] + remarks(stacked):
         progress.note(remark)
@@ -136,53 +139,49 @@ def finetune(
     policy: NormStats = norm_stats or ("update" if fresh else "frozen")
     schedule = Schedule(epochs, lr, batch_size, optimizer, momentum, policy, log_every)
     likelihood = get_likelihood(stacked[-1].provenance.likelihood if stacked else "categorical")
-    # A module that was passed in knows no layout of its own, but its anchors do.
-    recorded = start.record.input or (stacked[-1].provenance.input if stacked else {})
+    known = start.record
+    if stacked and not known.input:
+        # A module that was passed in knows nothing of its data, but its anchors do.
+        known = replace(known, input=stacked[-1].provenance.input, classes=stacked[-1].provenance.classes)
     where = choose_device(device)
     with on_device(start.model, where), random_state_kept(where, seed):
-        layout = prepare(start.model, domain, likelihood, where, recorded, progress)
+        layout = prepare(start.model, domain, likelihood, where, known, progress)
         watched = [
-            (watch, prepare(start.model, watch, likelihood, where, recorded, Silent()))
+            (watch, prepare(start.model, watch, likelihood, where, known, Silent()))
             for watch in _watched(eval_on, data, domain, stacked, data_dir, progress)
         ]
         penalty = Penalty(start.model, stacked, strengths) if stacked else None
         _say(progress, start, stacked, strengths, penalty, policy, fresh)
         record = Record(
-            architecture=start.record.architecture,
+            architecture=known.architecture,
             input=layout.to_json(),
-            classes=start.record.classes or (None if domain.classes is None else list(domain.classes)),
-            lineage=_lineage(start.record, stacked, strengths),
+            classes=known.classes or (None if domain.classes is None else list(domain.classes)),
+            lineage=_lineage(known, stacked, strengths),
+            frozen=known.frozen,
         )
         folder = None
         if output is not None:
-            options = {
-                "model": start.label,
-                "checkpoint": {"sha256": start.sha256, "architecture": start.record.architecture},
-                "anchors": [
-                    {"file": anchor.label, "sha256": anchor.digest, "lambda": strength}
-                    for anchor, strength in zip(stacked, strengths, strict=True)
-                ],
-                "data": domain.name,
-                "eval": [watch.name for watch, _ in watched],
-                "data_dir": None if data_dir is None else str(data_dir),
-                "input": layout.to_json(),
-                "likelihood": likelihood.name,
-                **asdict(schedule),
-                "seed": seed,
-                "device": str(where),
-                "output": str(output),
-            }
-            folder = RunFolder(output.with_suffix(".run"), overwrite, options)
+            options = _options(start, stacked, strengths, domain, watched, data_dir, layout, likelihood, schedule)
+            options |= {"seed": seed, "device": str(where), "output": str(output)}
+            folder = RunFolder(beside(output, ".run"), overwrite, options)
+        keep = isinstance(model, nn.Module)
         # Scoring keeps no activations, so twice the batch fits where training does.
-        journal = Journal(start.model, watched, likelihood, 2 * batch_size, where, record, folder, progress)
+        journal = Journal(start.model, watched, likelihood, 2 * batch_size, where, record, folder, keep, progress)
         try:
             before = journal.score(0, 0)
             batches = domain.count_batches(batch_size)
-            with progress.bar(f"fine-tuning on {domain.name}", batches and batches * epochs, "step") as bar:
+            with (
+                float32_weights(start.model) as journal.dtypes,
+                progress.bar(f"fine-tuning on {domain.name}", batches and batches * epochs, "step") as bar,
+            ):
                 shuffle = torch.Generator().manual_seed(seed)
                 steps = train(start.model, domain, layout, likelihood, penalty, schedule, shuffle, bar, journal)
-            after = journal.scores
+            start.model.zero_grad(set_to_none=True)
             start.model.eval()
+            if journal.dtypes:
+                progress.note("half-precision weights were trained in float32 and are rounded back now")
+                journal.score(epochs, steps)
+            after = journal.scores
             if output is not None and folder is not None:
                 save_checkpoint(output, start.model, record)
                 draw_run(folder.path / "figure.png", journal.history, f"Fine-tuning on {domain.name}")
@@ -191,14 +190,25 @@ def finetune(
             journal.stop(error)
             raise
     run = None if folder is None else folder.path
-    return Finetuned(start.model, before, after, journal.history, steps, policy, output, run)
+    return Finetuned(start.model, before, after, journal.history, steps, policy, record.lineage, output, run)
 
 
 def default_output(model: str | Path | None, anchors: Sequence[str | Path], data: str) -> Path:
     """Return where the checkpoint goes: beside the newest anchor, else the model, named for it and the new data."""
     source = Path(anchors[-1]) if anchors else Path(str(model).partition("?")[0].replace(":", "-"))
-    stem = re.sub(r"(\.anchor)?\.[^.]+$", "", source.name)
+    stem = beside(source, "").name.removesuffix(".anchor")
     return source.with_name(f"{stem}-{re.sub(r'[^A-Za-z0-9]+', '-', data).strip('-')}.pt")
+
+
+def _check_output(output: Path, overwrite: bool, inputs: Sequence[object]) -> None:
+    """Check the checkpoint's path, and that the run folder beside it takes nothing away."""
+    check_output(output, overwrite, inputs)
+    folder = beside(output, ".run")
+    if folder == output:
+        raise UsageError(f"the output {output} would stand where its run folder goes. Let it end in .pt, say")
+    for source in inputs:
+        if isinstance(source, (str, Path)) and folder.resolve() in Path(source).resolve().parents:
+            raise StorageError(f"{source} lies in the run folder {folder} of this output. Choose another --output")
 
 
 def _check_numbers(epochs: int, lr: float, batch_size: int, momentum: float, log_every: int) -> None:
@@ -227,7 +237,7 @@ def _start(
         if not anchors:
             raise UsageError("there is nothing to start from; name --anchors, or a --model for plain training")
         return open_checkpoint(from_anchor(anchors[-1]), architecture), False
-    if isinstance(model, nn.Module) or Path(model).exists():
+    if isinstance(model, nn.Module) or Path(model).is_file():
         return open_model(model, architecture), False
     if not looks_like_architecture(str(model)):
         raise CheckpointError(f"there is no checkpoint at {model}, and it names no architecture either: {FORMS}")
@@ -237,7 +247,7 @@ def _start(
 
 
 def _watched(
-    eval_on: Sequence[Any] | None,
+    eval_on: Sequence[Any] | Mapping[str, Any] | None,
     data: Any,
     domain: Domain,
     anchors: Sequence[Anchor],
@@ -246,7 +256,7 @@ def _watched(
 ) -> list[Domain]:
     """Return the domains to score: those asked for, else the test split of the new domain."""
     if eval_on is not None:
-        return [resolve_domain(item, "test", data_dir) for item in eval_on]
+        return resolve_domains(eval_on, "test", data_dir)
     found = [resolve_domain(data, "test", data_dir)] if isinstance(data, str) and domain.split is not None else []
     if not found:
         progress.note(f"{domain.name} has no test split, so nothing is scored; --eval names domains to score")
@@ -266,6 +276,34 @@ def _lineage(record: Record, anchors: Sequence[Anchor], strengths: Sequence[floa
         if strength > 0
     ]
     return [entry for index, entry in enumerate(entries) if entry not in entries[:index]]
+
+
+def _options(
+    start: Opened,
+    anchors: Sequence[Anchor],
+    strengths: Sequence[float],
+    domain: Domain,
+    watched: Sequence[tuple[Domain, Layout]],
+    data_dir: str | Path | None,
+    layout: Layout,
+    likelihood: Likelihood,
+    schedule: Schedule,
+) -> dict[str, Any]:
+    """Return what `run.json` says of how the run was set up."""
+    return {
+        "model": start.label,
+        "checkpoint": {"sha256": start.sha256, "architecture": start.record.architecture},
+        "anchors": [
+            {"file": anchor.label, "sha256": anchor.digest, "lambda": strength}
+            for anchor, strength in zip(anchors, strengths, strict=True)
+        ],
+        "data": {"spec": domain.name, "split": domain.split, "size": domain.size},
+        "eval": [{"spec": d.name, "split": d.split, "size": d.size} for d, _ in watched],
+        "data_dir": None if data_dir is None else str(data_dir),
+        "input": layout.to_json(),
+        "likelihood": likelihood.name,
+        **asdict(schedule),
+    }
 
 
 def _say(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ewc_finetune.anchor import cpu_copy
 from ewc_finetune.checkpoint.state_dict import Record, save_checkpoint
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.layout import Layout
@@ -24,6 +25,8 @@ class Journal:
     Attributes:
         history: The lines of the log so far.
         scores: The latest scores of the watched domains.
+        dtypes: What half-precision tensors are written as while they are trained in float32.
+        kept: Copy of the last good state, for a module that belongs to the caller.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class Journal:
         device: torch.device,
         record: Record,
         folder: RunFolder | None,
+        keep: bool,
         progress: Progress,
     ) -> None:
         self.model = model
@@ -45,6 +49,8 @@ class Journal:
         self.record = record
         self.folder = folder
         self.progress = progress
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.kept = cpu_copy(model.state_dict()) if keep else None
         self.history: list[dict[str, Any]] = []
         self.scores: list[Score] = []
 
@@ -69,10 +75,16 @@ class Journal:
         """Score the domains and keep the state, which is known to be good."""
         self.score(epoch, step)
         if self.folder is not None:
-            save_checkpoint(self.folder.last, self.model, self.record)
+            save_checkpoint(self.folder.last, self.model, self.record, self.dtypes)
+        if self.kept is not None:
+            self.kept = cpu_copy(self.model.state_dict())
 
     def stop(self, error: BaseException) -> None:
-        """Close a run that ends early, and say what is left of it."""
+        """Close a run that ends early: put a caller's module back to its last good state, say what is left."""
+        if self.kept is not None:
+            self.model.load_state_dict(self.kept)
+            self.model.zero_grad(set_to_none=True)
+            self.model.eval()
         if self.folder is None:
             return
         self.folder.stop(f"failed: {error}" if isinstance(error, Exception) else "interrupted")

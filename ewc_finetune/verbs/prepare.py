@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
+from ewc_finetune.checkpoint.state_dict import Record
 from ewc_finetune.data.domain import Domain
-from ewc_finetune.data.layout import Layout, dtype_of, find_layout
-from ewc_finetune.devices import random_state_kept
+from ewc_finetune.data.layout import Layout, find_layout
 from ewc_finetune.likelihood import Likelihood
-from ewc_finetune.modes import evaluating
 from ewc_finetune.progress import Progress
 
 
@@ -20,22 +17,33 @@ def prepare(
     domain: Domain,
     likelihood: Likelihood,
     device: torch.device,
-    recorded: dict[str, Any],
+    record: Record,
     progress: Progress,
 ) -> Layout:
     """Find how the domain's samples go into the model, say it, and check outputs and labels before any work is done.
 
+    Args:
+        model: On `device`.
+        domain: The data.
+        likelihood: Says what outputs and labels it takes.
+        device: Where the model is.
+        record: What is known of the model; where the data differs from it, that is said.
+        progress: Told what is assumed.
+
     Raises:
         DataError: if samples, outputs or labels don't suit; labels are checked all at once where they are known.
     """
-    layout = find_layout(model, domain, device, recorded)
-    with evaluating(model), torch.no_grad(), random_state_kept(device):
-        outputs = model(layout.present(domain.first().to(device), dtype_of(model)))
-    likelihood.check_outputs(outputs, domain.name)
+    layout, output_shape = find_layout(
+        model, domain, device, lambda outputs: likelihood.check_outputs(outputs, domain.name), record.input
+    )
     if domain.labels is not None:
-        likelihood.check_targets(domain.labels, tuple(outputs.shape[1:]), domain.name)
+        likelihood.check_targets(domain.labels, output_shape, domain.name)
     progress.note(f"{domain.name}: samples of {layout.describe()}")
-    trained_on = tuple(recorded.get("shape", layout.shape))
+    trained_on = tuple(record.input.get("shape", layout.shape))
     if trained_on != layout.shape:
         progress.note(f"{domain.name}: the model was trained on samples of another shape, {trained_on}")
+    if record.classes and domain.classes and tuple(record.classes) != domain.classes:
+        differing = [pair for pair in zip(record.classes, domain.classes, strict=False) if pair[0] != pair[1]]
+        old, new = differing[0] if differing else (f"{len(record.classes)} classes", f"{len(domain.classes)}")
+        progress.note(f"{domain.name}: its classes are not called what the model's are ({new!r} for {old!r})")
     return layout

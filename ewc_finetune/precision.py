@@ -1,0 +1,30 @@
+"""Training half-precision models: in float32, so that steps too small for their own dtype add up."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def float32_weights(model: nn.Module) -> Iterator[dict[str, torch.dtype]]:
+    """Hold half-precision parameters and buffers in float32 inside the block, and round them back after it.
+
+    Yields the dtypes that they come back in, by name; empty for a model without half-precision tensors.
+    """
+    narrow = {
+        name: (tensor, tensor.dtype)
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if tensor.dtype in (torch.float16, torch.bfloat16)
+    }
+    for tensor, _ in narrow.values():
+        tensor.data = tensor.data.float()
+    try:
+        yield {name: dtype for name, (_, dtype) in narrow.items()}
+    finally:
+        for tensor, dtype in narrow.values():
+            tensor.grad = None
+            tensor.data = tensor.data.to(dtype)

@@ -1,0 +1,130 @@
+"""Where an anchor comes from: the JSON document in its file, and the check of one that somebody else wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ewc_finetune.choices import ESTIMATORS
+from ewc_finetune.errors import AnchorError
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where an anchor comes from, in values that JSON has; every field is in the file.
+
+    Attributes:
+        name: What to call the domain.
+        created: Time of making in ISO 8601, from SOURCE_DATE_EPOCH; None without it, for the same input then gives
+            the same bytes.
+        versions: Of this package and torch.
+        checkpoint: `file`, `sha256`, `format` and `architecture` of the checkpoint; None where not known.
+        data: `spec`, `split`, `size` (of all the data) and `fingerprint` (of the samples used, in order).
+        likelihood: Name of the likelihood.
+        estimator: Name of the estimator.
+        samples: N, the number of samples that the Fisher is the mean of.
+        batch_size: Matters to the `batched` estimator alone.
+        seed: Of the random subset and of the `sampled` labels.
+        curvature: `diagonal`.
+        reduction: `mean`: over samples; N times it is the posterior precision.
+        half: Whether the penalty is lambda/2 times the quadratic (always true in version 1).
+        excluded: Parameters without curvature, and why.
+        normalisation: `statistics` (the policy they were used under) and `layers` (their names).
+        lineage: Anchors that the checkpoint was already trained under: `name`, `sha256`, `lambda` of each.
+        scores: The checkpoint's own `loss` and `accuracy` on the data of the Fisher.
+        input: How samples are presented to the model (`Layout`), for whoever uses the anchor next.
+        classes: Names of the classes, where they are known.
+    """
+
+    name: str
+    created: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    checkpoint: dict[str, str | None] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    likelihood: str = "categorical"
+    estimator: str = "exact"
+    samples: int = 0
+    batch_size: int | None = None
+    seed: int = 0
+    curvature: str = "diagonal"
+    reduction: str = "mean"
+    half: bool = True
+    excluded: dict[str, str] = field(default_factory=dict)
+    normalisation: dict[str, Any] = field(default_factory=dict)
+    lineage: list[dict[str, Any]] = field(default_factory=list)
+    scores: dict[str, float] = field(default_factory=dict)
+    input: dict[str, Any] = field(default_factory=dict)
+    classes: list[str] | None = None
+
+
+def read_provenance(text: str | None, path: Path) -> tuple[Provenance, list[str]]:
+    """Parse and check the document of an anchor file; also return the keys that this version does not know.
+
+    Raises:
+        AnchorError: naming the key, what it says and what was expected.
+    """
+    try:
+        document = json.loads(text or "")
+    except (ValueError, RecursionError) as error:
+        raise AnchorError(f"{path}: the metadata `anchor` is not a JSON document ({error})") from error
+    if not isinstance(document, dict) or not isinstance(document.get("name"), str):
+        raise AnchorError(f"{path}: the metadata `anchor` must be a JSON object with a name")
+    known = {f.name for f in fields(Provenance)}
+    for key, value in document.items():
+        if key in _EXPECTED and not _EXPECTED[key][0](value):
+            raise AnchorError(f"{path}: in the metadata, {key} is {value!r:.100}; expected {_EXPECTED[key][1]}")
+    return Provenance(**{key: value for key, value in document.items() if key in known}), sorted(set(document) - known)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_text_or_none(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_dict_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(check(item) for item in value.values())
+
+
+def _is_input(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("shape", []), list)
+        and all(map(_is_count, value.get("shape", [])))
+    )
+
+
+def _is_lineage(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(i, dict) and _is_text_or_none(i.get("sha256")) for i in value)
+
+
+# What each field of the document must be, in code and in words.
+_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "created": (_is_text_or_none, "a time"),
+    "versions": (_is_dict_of(_is_text), "an object of texts"),
+    "checkpoint": (_is_dict_of(_is_text_or_none), "an object of texts"),
+    "data": (lambda v: isinstance(v, dict), "an object"),
+    "likelihood": (_is_text, "a name"),
+    "estimator": (lambda v: v in ESTIMATORS, f"one of {', '.join(ESTIMATORS)}"),
+    "samples": (_is_count, "a number of samples"),
+    "batch_size": (lambda v: v is None or _is_count(v), "a number of samples"),
+    "seed": (lambda v: isinstance(v, int), "a number"),
+    "curvature": (lambda v: v == "diagonal", "'diagonal', the only one that this version reads"),
+    "reduction": (lambda v: v == "mean", "'mean', the only one of format version 1"),
+    "half": (lambda v: v is True, "true: the penalty is lambda/2 times the quadratic"),
+    "excluded": (_is_dict_of(_is_text), "an object of reasons"),
+    "normalisation": (lambda v: isinstance(v, dict), "an object"),
+    "lineage": (_is_lineage, "a list of objects"),
+    "scores": (_is_dict_of(lambda v: isinstance(v, (int, float))), "an object of numbers"),
+    "input": (_is_input, "an object with a shape"),
+    "classes": (lambda v: v is None or (isinstance(v, list) and all(map(_is_text, v))), "a list of names"),
+}
