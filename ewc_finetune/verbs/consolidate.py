@@ -205,4 +205,6 @@ def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def _created() -> str | None:
     """Return the time in SOURCE_DATE_EPOCH; no clock without it, for the same input is to give the same bytes."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
-    return datetime.fromtimestamp(int(epoch), timezone.utc).isoformat() if epoch.isdecimal() else None
+    return (
+        datetime.fromtimestamp(int(epoch), timezone.utc).isoformat() if epoch.isdecimal() and len(epoch) < 12 else None
+    )
