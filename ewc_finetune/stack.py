@@ -102,8 +102,9 @@ def remarks(anchors: Sequence[Anchor]) -> list[str]:
         inside = [seen[p["sha256"]] for p in anchor.provenance.lineage if p.get("sha256") in seen]
         if inside:
             found.append(
-                f"{anchor.label} was made from a checkpoint that {', '.join(inside)} already pulled on: stacking both "
-                f"counts the older domain twice. Give the older anchor a smaller lambda, or 0 to leave it out"
+                f"{anchor.label} was made from a checkpoint that {', '.join(inside)} already pulled on, so the older "
+                "domain counts twice in part. If the stack is too stiff, give the older one a smaller lambda; leaving "
+                "it out would give its domain up"
             )
     return found
 

@@ -142,7 +142,7 @@ def test_two_anchors(ewc_ft, start):
         "--epochs",
         1,
     )
-    assert "counts the older domain twice" in result.stderr
+    assert "counts twice in part" in result.stderr
     assert (start / "second-digits-permute-1.pt").is_file()
     run = json.loads((start / "second-digits-permute-1.run" / "run.json").read_text())
     assert [a["lambda"] for a in run["options"]["anchors"]] == [10, 20]
@@ -201,6 +201,11 @@ BAD = {
     "an unknown option": (["evaluate", "model.pt", "--dta", DATA], 2, "No such option"),
     "an unknown command": (["evalute"], 2, "No such command"),
     "output nowhere": (["consolidate", "model.pt", "--data", DATA, "--output", "no/where"], 1, "does not exist"),
+    "two domains at once": (
+        ["consolidate", "model.pt", "--data", DATA, "--data", NEW, "--output", "new.safetensors"],
+        2,
+        "given 2 times",
+    ),
     "no samples": (["consolidate", "model.pt", "--data", DATA, "--samples", "0"], 2, "x>=1"),
 }
 
@@ -299,6 +304,8 @@ def test_version_and_help(ewc_ft):
     assert __version__ in ewc_ft("--version").stdout
     for command in ((), ("consolidate",), ("finetune",), ("evaluate",)):
         assert "Usage: " in ewc_ft(*command, "--help").stdout
+    assert "\n  ewc-ft consolidate model.pt --data mnist " in ewc_ft("--help").stdout
+    assert "\\b" not in ewc_ft("--help").stdout
     shown = subprocess.run([sys.executable, "-m", "ewc_finetune", "--help"], capture_output=True, text=True, check=True)
     assert shown.stdout.startswith("Usage: ewc-ft")
 

@@ -240,7 +240,7 @@ def test_lineage_is_handed_on(model, anchor, tmp_path):
     ewc.finetune(
         done.output, OLD, anchors=[anchor, second.save(tmp_path / "b.safetensors")], epochs=0, progress=Notes()
     )
-    assert any("counts the older domain twice" in note for note in notes)
+    assert any("counts twice in part" in note for note in notes)
 
 
 def test_a_loss_of_nan_names_the_step_and_keeps_the_last_good_state(model, anchor, tmp_path):
@@ -486,3 +486,11 @@ def test_other_classes_are_remarked(tmp_path):
     other.classes = ["cat", "dog", "cow"]
     ewc.evaluate(tmp_path / "m.pt", other, progress=Notes())
     assert any("its classes are not called what the model's are ('cat' for '0')" in note for note in notes)
+
+
+def test_classes_that_are_numbered_otherwise_are_refused(tmp_path):
+    ewc.finetune("mlp?hidden=4", "digits?limit=50", epochs=0, output=tmp_path / "m.pt")
+    data = TensorDataset(torch.zeros(10, 1, 8, 8), torch.zeros(10, dtype=torch.long))
+    data.classes = ["1", "2"]
+    with pytest.raises(DataError, match="the class '1' is number 0 here and 1 in the model"):
+        ewc.evaluate(tmp_path / "m.pt", data)

@@ -191,8 +191,8 @@ def _working_directory_on_path(first: bool) -> Iterator[None]:
 
 def _value(text: str) -> object:
     """Read `128`, `0.5`, `256,128`, `true`, `None` as what they look like, anything else as text."""
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
+    if text.lower() in ("true", "yes", "on", "false", "no", "off"):
+        return text.lower() in ("true", "yes", "on")
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):

@@ -13,7 +13,7 @@ from ewc_finetune.cli.finetune import finetune
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="ewc-ft")
 def main() -> None:
-    r"""Adapt a deployed model to a new domain without losing the old one.
+    """Adapt a deployed model to a new domain without losing the old one.
 
     \b
     ewc-ft consolidate model.pt --data mnist          while the old data is at hand
@@ -22,7 +22,7 @@ def main() -> None:
 
     DATA is mnist, fmnist, kmnist, cifar10, digits or imagefolder:PATH, with options behind a question mark:
     split=train|test, classes=0-4, limit=N, size=PIXELS, channels=1|3, rotate=DEGREES, permute=SEED, joined by &.
-    """
+    """  # noqa: D301 - click reads the \b
 
 
 main.add_command(consolidate)

@@ -66,6 +66,13 @@ def _leaving_politely() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
+def only_one(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> str:
+    """Refuse an option that is given twice, where the last would win unnoticed."""
+    if len(values) != 1:
+        raise click.BadParameter(f"given {len(values)} times; this command takes one")
+    return values[0]
+
+
 def common_options(function: F) -> F:
     """Add the options that every command has."""
     for option in (

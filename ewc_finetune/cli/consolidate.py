@@ -8,12 +8,19 @@ from typing import Any
 import click
 
 from ewc_finetune.choices import ESTIMATORS, LIKELIHOODS
-from ewc_finetune.cli.command import Command, common_options
+from ewc_finetune.cli.command import Command, common_options, only_one
 
 
 @click.command(cls=Command)
 @click.argument("model", type=click.Path(dir_okay=False))
-@click.option("--data", required=True, metavar="DATA", help="The data that the model was trained on.")
+@click.option(
+    "--data",
+    required=True,
+    multiple=True,
+    callback=only_one,
+    metavar="DATA",
+    help="The data that the model was trained on.",
+)
 @click.option(
     "--arch",
     metavar="ARCH",

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ewc_finetune.choices import NORM_STATS, OPTIMIZERS
-from ewc_finetune.cli.command import Command, common_options
+from ewc_finetune.cli.command import Command, common_options, only_one
 
 
 @click.command(cls=Command)
@@ -18,7 +18,7 @@ from ewc_finetune.cli.command import Command, common_options
     type=click.Path(dir_okay=False),
     help="An anchor to be held by; repeatable, oldest first. Without any it is plain training.",
 )
-@click.option("--data", required=True, metavar="DATA", help="The new domain.")
+@click.option("--data", required=True, multiple=True, callback=only_one, metavar="DATA", help="The new domain.")
 @click.option(
     "--model",
     metavar="MODEL",

@@ -262,7 +262,7 @@ def _watched(
         progress.note(f"{domain.name} has no test split, so nothing is scored; --eval names domains to score")
     elif anchors:
         progress.note(
-            f"only {domain.name} is scored; where old data is at hand, --eval OLD --eval {domain.name} shows what stays"
+            f"only {domain.name} is scored; where old data is at hand, --eval OLD --eval NEW shows what stays"
         )
     return found
 

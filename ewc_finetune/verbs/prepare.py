@@ -8,6 +8,7 @@ from torch import nn
 from ewc_finetune.checkpoint.state_dict import Record
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.layout import Layout, find_layout
+from ewc_finetune.errors import DataError
 from ewc_finetune.likelihood import Likelihood
 from ewc_finetune.progress import Progress
 
@@ -31,7 +32,8 @@ def prepare(
         progress: Told what is assumed.
 
     Raises:
-        DataError: if samples, outputs or labels don't suit; labels are checked all at once where they are known.
+        DataError: if samples, outputs or labels don't suit, or the data numbers the model's classes otherwise; labels
+            are checked all at once where they are known.
     """
     layout, output_shape = find_layout(
         model, domain, device, lambda outputs: likelihood.check_outputs(outputs, domain.name), record.input
@@ -43,6 +45,15 @@ def prepare(
     if trained_on != layout.shape:
         progress.note(f"{domain.name}: the model was trained on samples of another shape, {trained_on}")
     if record.classes and domain.classes and tuple(record.classes) != domain.classes:
+        numbers = {name: number for number, name in enumerate(record.classes)}
+        moved = [name for number, name in enumerate(domain.classes) if numbers.get(name, number) != number]
+        if moved and set(domain.classes) <= set(numbers):
+            name = moved[0]
+            raise DataError(
+                f"{domain.name}: the class {name!r} is number {domain.classes.index(name)} here and {numbers[name]} in "
+                f"the model, so its labels would be taken for another class's. Give the data the model's classes, in "
+                f"their order: {', '.join(record.classes)} (a class without samples may be an empty folder)"
+            )
         differing = [pair for pair in zip(record.classes, domain.classes, strict=False) if pair[0] != pair[1]]
         old, new = differing[0] if differing else (f"{len(record.classes)} classes", f"{len(domain.classes)}")
         progress.note(f"{domain.name}: its classes are not called what the model's are ({new!r} for {old!r})")
