@@ -494,3 +494,12 @@ def test_classes_that_are_numbered_otherwise_are_refused(tmp_path):
     data.classes = ["1", "2"]
     with pytest.raises(DataError, match="the class '1' is number 0 here and 1 in the model"):
         ewc.evaluate(tmp_path / "m.pt", data)
+    data.classes = [str(digit) for digit in range(5)]  # fewer, but numbered alike
+    notes = []
+
+    class Notes:
+        note = notes.append
+        bar = ewc.progress.Silent().bar
+
+    ewc.evaluate(tmp_path / "m.pt", data, progress=Notes())
+    assert not any("classes" in note for note in notes)

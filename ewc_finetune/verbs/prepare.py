@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -44,17 +46,21 @@ def prepare(
     trained_on = tuple(record.input.get("shape", layout.shape))
     if trained_on != layout.shape:
         progress.note(f"{domain.name}: the model was trained on samples of another shape, {trained_on}")
-    if record.classes and domain.classes and tuple(record.classes) != domain.classes:
-        numbers = {name: number for number, name in enumerate(record.classes)}
-        moved = [name for number, name in enumerate(domain.classes) if numbers.get(name, number) != number]
-        if moved and set(domain.classes) <= set(numbers):
-            name = moved[0]
-            raise DataError(
-                f"{domain.name}: the class {name!r} is number {domain.classes.index(name)} here and {numbers[name]} in "
-                f"the model, so its labels would be taken for another class's. Give the data the model's classes, in "
-                f"their order: {', '.join(record.classes)} (a class without samples may be an empty folder)"
-            )
-        differing = [pair for pair in zip(record.classes, domain.classes, strict=False) if pair[0] != pair[1]]
-        old, new = differing[0] if differing else (f"{len(record.classes)} classes", f"{len(domain.classes)}")
-        progress.note(f"{domain.name}: its classes are not called what the model's are ({new!r} for {old!r})")
+    if record.classes and domain.classes:
+        _compare_classes(record.classes, domain.classes, domain.name, progress)
     return layout
+
+
+def _compare_classes(model: Sequence[str], data: Sequence[str], name: str, progress: Progress) -> None:
+    """Refuse the model's classes under other numbers, and remark on classes of other names."""
+    differing = [number for number, pair in enumerate(zip(model, data, strict=False)) if pair[0] != pair[1]]
+    if not differing:
+        return
+    first = differing[0]
+    if set(data) <= set(model):
+        raise DataError(
+            f"{name}: the class {data[first]!r} is number {first} here and {model.index(data[first])} in the model, so "
+            "its labels would be taken for another class's. Give the data the model's classes, in their order: "
+            f"{', '.join(model)} (a class without samples may be an empty folder)"
+        )
+    progress.note(f"{name}: its classes are not called what the model's are ({data[first]!r} for {model[first]!r})")
