@@ -374,12 +374,16 @@ def test_sigkill_leaves_whole_lines_and_no_checkpoint(start):
 
 @pytest.mark.slow
 def test_two_at_once_do_not_share_a_run_folder(start):
-    arguments = [*LONG[:-4], "--epochs", 30, "--output", "same.pt"]
-    both = [spawn(arguments, start) for _ in range(2)]
-    errors = [p.communicate(timeout=60)[1] for p in both]
-    assert sorted(p.returncode for p in both) == [0, 1], errors
-    assert "the run folder same.run exists" in "".join(errors)
-    assert torch.load(start / "same.pt", weights_only=True)
+    first = spawn(LONG, start)
+    wait_for(start / "long.run" / "last.pt", first)
+    second = spawn(LONG, start)
+    _, errors = second.communicate(timeout=60)
+    assert second.returncode == 1, errors
+    assert "the run folder long.run exists (status: running)" in errors
+    assert first.poll() is None
+    first.send_signal(signal.SIGINT)
+    first.communicate(timeout=30)
+    assert torch.load(start / "long.run" / "last.pt", weights_only=True)
 
 
 @pytest.mark.slow
