@@ -19,7 +19,9 @@ from ewc_finetune._version import __version__
 
 if TYPE_CHECKING:
     from ewc_finetune.anchor import Anchor
+    from ewc_finetune.curvature.check import check_rule
     from ewc_finetune.curvature.diagonal import diagonal_fisher
+    from ewc_finetune.curvature.rules import register_rule
     from ewc_finetune.errors import EwcError
     from ewc_finetune.penalty import Penalty
     from ewc_finetune.provenance import Provenance
@@ -35,10 +37,12 @@ __all__ = [
     "Provenance",
     "Score",
     "__version__",
+    "check_rule",
     "consolidate",
     "diagonal_fisher",
     "evaluate",
     "finetune",
+    "register_rule",
 ]
 
 _HOMES = {
@@ -48,10 +52,12 @@ _HOMES = {
     "Penalty": "penalty",
     "Provenance": "provenance",
     "Score": "verbs.evaluate",
+    "check_rule": "curvature.check",
     "consolidate": "verbs.consolidate",
     "diagonal_fisher": "curvature.diagonal",
     "evaluate": "verbs.evaluate",
     "finetune": "verbs.finetune",
+    "register_rule": "curvature.rules",
 }
 
 

@@ -8,10 +8,12 @@ from typing import Literal, get_args
 from ewc_finetune.address import suggest
 from ewc_finetune.errors import UsageError
 
-Estimator = Literal["exact", "sampled", "empirical", "predicted", "batched"]
+Estimator = Literal["auto", "exact", "sampled", "empirical", "predicted", "batched"]
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+# What `auto` may turn out to be, and what an anchor may have been made with.
+KNOWN_ESTIMATORS = tuple(name for name in ESTIMATORS if name != "auto")
 
-LikelihoodName = Literal["categorical"]
+LikelihoodName = Literal["categorical", "per-token", "bernoulli", "gaussian"]
 LIKELIHOODS: tuple[LikelihoodName, ...] = get_args(LikelihoodName)
 
 OptimizerName = Literal["sgd", "adam", "adamw"]

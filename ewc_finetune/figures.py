@@ -35,14 +35,21 @@ def draw_run(path: Path, history: Sequence[Mapping[str, Any]], title: str) -> No
     if steps:
         losses.legend(frameon=False)
     domains = list(scored[0]["scores"]) if scored else []
+    # Where nothing is right or wrong there is still a loss.
+    by_accuracy = all(line["scores"][domain]["accuracy"] is not None for line in scored for domain in domains)
     for domain in domains:
-        values = [100 * line["scores"][domain]["accuracy"] for line in scored]
+        scores = [line["scores"][domain] for line in scored]
+        values = [100 * score["accuracy"] if by_accuracy else score["loss"] for score in scores]
         (curve,) = accuracies.plot([line["epoch"] for line in scored], values, marker="o", label=domain)
         accuracies.annotate(
             f"{values[-1]:.1f}", (scored[-1]["epoch"], values[-1]), xytext=(6, -3), textcoords="offset points",
             color=curve.get_color(), fontsize=9,
         )  # fmt: skip
-    accuracies.set(xlabel="epoch (0: before)", ylabel="accuracy, %", title="Accuracy by domain", ylim=(0, 102))
+    accuracies.set(xlabel="epoch (0: before)")
+    if by_accuracy:
+        accuracies.set(ylabel="accuracy, %", title="Accuracy by domain", ylim=(0, 102))
+    else:
+        accuracies.set(ylabel="nats", title="Loss by domain")
     accuracies.xaxis.get_major_locator().set_params(integer=True)
     if domains:
         accuracies.legend(frameon=False, loc="lower right")

@@ -9,7 +9,10 @@ method", section 9, and Kunstner et al. 2019 on what the empirical one is not.
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,53 +22,148 @@ from ewc_finetune.address import suggest
 from ewc_finetune.choices import Estimator
 from ewc_finetune.errors import DataError, UsageError
 
+IGNORED = -100  # the label of a token that doesn't count, as in torch's cross-entropy
 
-class Likelihood(Protocol):
-    """What the rest of the package asks of a likelihood."""
+
+@dataclass(frozen=True)
+class Factors:
+    """The vectors `s_m` of a batch, made one at a time: a thousand classes would not fit all at once.
+
+    Attributes:
+        count: How many there are (M).
+    """
+
+    count: int
+    _make: Callable[[int], Tensor]
+    _squares: Callable[[], Tensor]
+
+    def __getitem__(self, m: int) -> Tensor:
+        """Return vector m for every sample, in the shape of the outputs."""
+        return self._make(m)
+
+    def squares(self) -> Tensor:
+        """Return `sum_m s_m^2`, the diagonal of each `S_n`, in the shape of the outputs."""
+        return self._squares()
+
+    def stack(self, samples: slice) -> Tensor:
+        """Return all vectors of some samples, shape `(M, samples, *output)`."""
+        return torch.stack([self._make(m)[samples] for m in range(self.count)])
+
+
+class Likelihood(ABC):
+    """What the rest of the package asks of a likelihood. Outputs and targets have the batch in front.
+
+    Attributes:
+        name: As on the command line.
+        metric: What `right` counts, for people: None where nothing is right or wrong.
+    """
 
     name: str
+    metric: str | None = "accuracy"
 
+    @abstractmethod
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean negative log-likelihood of a batch, in nats, as a scalar that can be differentiated."""
+        """Return the mean over the batch of the negative log-likelihood, in nats, as a scalar to differentiate."""
 
-    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return how many samples of the batch the model gets right, as a scalar."""
+    @abstractmethod
+    def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return, as a scalar, the sum over the batch of the share of each sample that the model gets right."""
 
+    @abstractmethod
     def check_outputs(self, outputs: Tensor, where: str) -> None:
-        """Refuse outputs that this likelihood cannot take, naming `where` they came from."""
+        """Refuse outputs that this likelihood cannot take.
 
-    def check_targets(self, targets: Tensor, output_shape: tuple[int, ...], where: str) -> None:
-        """Refuse targets that do not go with one sample's outputs of shape `output_shape`."""
-
-    def output_factors(
-        self, outputs: Tensor, targets: Tensor | None, estimator: Estimator, generator: torch.Generator
-    ) -> Tensor:
-        """Return the vectors `s_m` of the module's docstring, shape `(M, *outputs.shape)`, detached.
-
-        `generator` (on the CPU) is drawn from by `sampled` alone. `batched` has the vectors of `empirical`: it differs
-        in when the gradients are squared, which is not decided here.
+        Raises:
+            DataError: naming `where` they came from, their shape and type.
         """
 
+    @abstractmethod
+    def check_targets(self, targets: Tensor, output_shape: tuple[int, ...], where: str) -> None:
+        """Refuse targets that do not go with outputs whose shape for one sample is `output_shape`.
 
-class Categorical:
+        Raises:
+            DataError: naming `where` they came from, and what was found.
+        """
+
+    @abstractmethod
+    def exact(self, outputs: Tensor) -> Factors:
+        """Return vectors whose outer products sum to `S_n`; `outputs` are float32 or wider."""
+
+    @abstractmethod
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the gradient of log p(y | outputs) by the outputs, for the targets y."""
+
+    @abstractmethod
+    def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw targets from the model's own distribution; `generator` is on the CPU.
+
+        Sample n's draw depends on those before it, not on how samples are batched.
+        """
+
+    def predict(self, outputs: Tensor) -> Tensor:
+        """Return the most likely targets.
+
+        Raises:
+            UsageError: where their gradient is zero for every sample, and with it the Fisher.
+        """
+        raise UsageError(f"the predicted estimator is zero for the {self.name} likelihood; use exact or sampled")
+
+    def factors(
+        self,
+        outputs: Tensor,
+        targets: Tensor | None,
+        estimator: Estimator,
+        generator: torch.Generator,
+        draws: int = 1,
+    ) -> Factors:
+        """Return the vectors `s_m` of the module's docstring for the estimator's choice of y, detached.
+
+        `batched` has the vectors of `empirical`: it differs in when the gradients are squared, which is not decided
+        here.
+
+        Args:
+            outputs: The model's.
+            targets: The data's, where there are any.
+            estimator: Whose targets are used; not `auto`.
+            generator: What `sampled` draws with, on the CPU.
+            draws: How many targets `sampled` draws for each sample.
+
+        Raises:
+            DataError: if the estimator needs targets and there are none.
+        """
+        outputs = _wide(outputs.detach())
+        if estimator == "exact":
+            return self.exact(outputs)
+        if estimator == "sampled":
+            # For each sample all of its draws, one sample after the other.
+            repeated = outputs.repeat_interleave(draws, dim=0)
+            drawn = self.score(repeated, self.sample(repeated, generator)) / math.sqrt(draws)
+            drawn = torch.unflatten(drawn, 0, (len(outputs), draws))
+            return Factors(draws, lambda m: drawn[:, m], lambda: drawn.square().sum(dim=1))
+        if estimator == "predicted":
+            vector = self.score(outputs, self.predict(outputs))
+        elif targets is None:
+            raise DataError(f"the {estimator} estimator needs labels and this data has none; use exact or sampled")
+        else:
+            vector = self.score(outputs, targets)
+        return Factors(1, lambda _: vector, vector.square)
+
+
+class Categorical(Likelihood):
     """Softmax over classes: outputs are logits of shape `(batch, classes)`, targets are class indices `(batch,)`."""
 
     name = "categorical"
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy, mean over the batch, in nats."""
-        return functional.cross_entropy(outputs.float() if _is_half(outputs) else outputs, targets)
+        """Cross-entropy."""
+        return functional.cross_entropy(_wide(outputs), targets)
 
-    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Count the samples whose largest logit is the target's."""
         return (outputs.argmax(dim=1) == targets).sum()
 
     def check_outputs(self, outputs: Tensor, where: str) -> None:
-        """Check that outputs are logits.
-
-        Raises:
-            DataError: naming the shape and type that were found.
-        """
+        """Check that outputs are logits, one for each class."""
         if outputs.ndim != 2 or not outputs.is_floating_point():
             raise DataError(
                 f"{where}: the model's outputs have shape {tuple(outputs.shape)} and type {outputs.dtype}; the "
@@ -73,63 +171,263 @@ class Categorical:
             )
 
     def check_targets(self, targets: Tensor, output_shape: tuple[int, ...], where: str) -> None:
-        """Check that every target is one of the classes.
-
-        Raises:
-            DataError: naming the shape that was found, or the labels beyond the classes and how many they are.
-        """
+        """Check that every target is one of the classes."""
         if targets.ndim != 1 or targets.is_floating_point():
             raise DataError(
                 f"{where}: the labels have shape {tuple(targets.shape)} and type {targets.dtype}; the categorical "
                 "likelihood needs one integer for each sample"
             )
-        (classes,) = output_shape
-        beyond = targets[(targets < 0) | (targets >= classes)]
-        if beyond.numel():
-            found = ", ".join(str(label) for label in sorted(set(beyond.tolist()))[:10])
+        _check_classes(targets, output_shape[-1], where)
+
+    def exact(self, outputs: Tensor) -> Factors:
+        """See `_softmax_factors`: at most classes - 1 vectors."""
+        return _softmax_factors(outputs.softmax(dim=1))
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """`e_y - p`, in which the sum of the others takes the place of `1 - p_y`, which would cancel near certainty."""
+        others = outputs.softmax(dim=-1).scatter_(-1, targets[..., None], 0)
+        rest = others.sum(dim=-1, keepdim=True)
+        return others.neg_().scatter_(-1, targets[..., None], rest)
+
+    def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw by the inverse transform, with one uniform number to a sample."""
+        p = outputs.softmax(dim=-1)
+        uniform = torch.rand((*p.shape[:-1], 1), generator=generator, dtype=torch.float64).to(p)
+        return (p.cumsum(dim=-1) < uniform).sum(dim=-1).clamp(max=p.shape[-1] - 1)
+
+    def predict(self, outputs: Tensor) -> Tensor:
+        """Return the class of the largest logit."""
+        return outputs.argmax(dim=-1)
+
+
+class PerToken(Categorical):
+    """A categorical for each token of a sequence, which is one sample: log p(y | x) is their sum.
+
+    Outputs are logits of shape `(batch, tokens, classes)`, targets class indices `(batch, tokens)`, in which -100 marks
+    tokens that don't count. `exact`, `sampled` and `predicted` know no targets and count every token.
+    """
+
+    name = "per-token"
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy: for each sequence its sum over the tokens that count."""
+        return functional.cross_entropy(_wide(outputs).flatten(0, 1), targets.flatten(), reduction="sum") / len(outputs)
+
+    def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Sum over the sequences of the share of their tokens, of those that count, that have the largest logit."""
+        counted = targets != IGNORED
+        right = (outputs.argmax(dim=2) == targets) & counted
+        return (right.sum(dim=1) / counted.sum(dim=1).clamp(min=1)).sum()
+
+    def check_outputs(self, outputs: Tensor, where: str) -> None:
+        """Check that outputs are logits, one for each class and token."""
+        if outputs.ndim != 3 or not outputs.is_floating_point():
             raise DataError(
-                f"{where}: {beyond.numel()} of {targets.numel()} labels are not among the model's {classes} classes "
-                f"(0 to {classes - 1}): found {found}. Choose the classes with ?classes=0-{classes - 1}, or use a "
-                "model with more outputs"
+                f"{where}: the model's outputs have shape {tuple(outputs.shape)} and type {outputs.dtype}; the "
+                "per-token likelihood needs logits of shape (batch, tokens, classes)"
             )
 
-    def output_factors(
-        self, outputs: Tensor, targets: Tensor | None, estimator: Estimator, generator: torch.Generator
-    ) -> Tensor:
-        """Gradients of log-softmax by the logits, `e_y - p`, for the estimator's choice of y.
+    def check_targets(self, targets: Tensor, output_shape: tuple[int, ...], where: str) -> None:
+        """Check that there is a class for every token."""
+        if tuple(targets.shape[1:]) != tuple(output_shape[:1]) or targets.is_floating_point():
+            raise DataError(
+                f"{where}: the labels have shape {tuple(targets.shape)} and type {targets.dtype}; the per-token "
+                f"likelihood needs integers of shape (batch, {output_shape[0]}), one for each token"
+            )
+        _check_classes(targets[targets != IGNORED], output_shape[-1], where)
 
-        `exact` has M = classes vectors, `sqrt(p_c) (e_c - p)`, whose outer products sum to `diag(p) - p p^T`;
-        every other estimator has M = 1. Computed in float32 for half-precision outputs.
+    def exact(self, outputs: Tensor) -> Factors:
+        """Those of each token by itself, at most classes - 1: given the input, tokens are independent."""
+        tokens = outputs.shape[1]
+        each = _softmax_factors(outputs.softmax(dim=2).flatten(0, 1))
 
-        Raises:
-            DataError: if the estimator needs labels and there are none.
-        """
-        logits = outputs.detach()
-        if _is_half(logits):
-            logits = logits.float()
-        p = logits.softmax(dim=1)
-        classes = p.shape[1]
-        if estimator == "exact":
-            identity = torch.eye(classes, dtype=p.dtype, device=p.device)
-            return p.T.sqrt()[:, :, None] * (identity[:, None, :] - p[None])  # (M, batch, classes), M = classes
-        if estimator == "sampled":
-            # Inverse transform with one uniform number a sample: the draws don't depend on the batch size.
-            uniform = torch.rand(len(p), 1, generator=generator, dtype=torch.float64).to(p)
-            labels = (p.cumsum(dim=1) < uniform).sum(dim=1).clamp(max=classes - 1)
-        elif estimator == "predicted":
-            labels = p.argmax(dim=1)
-        elif targets is None:
-            raise DataError(f"the {estimator} estimator needs labels and this data has none; use exact or sampled")
-        else:
-            labels = targets
-        return (functional.one_hot(labels, classes).to(p.dtype) - p)[None]
+        def make(m: int) -> Tensor:
+            token, k = divmod(m, each.count)
+            vector = torch.zeros_like(outputs)
+            vector[:, token] = each[k].view_as(outputs)[:, token]
+            return vector
+
+        return Factors(tokens * each.count, make, lambda: each.squares().view_as(outputs))
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """`e_y - p` for every token that counts."""
+        counted = targets != IGNORED
+        return super().score(outputs, targets.where(counted, 0)).mul_(counted[..., None])
 
 
-def _is_half(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.float16, torch.bfloat16)
+class Bernoulli(Likelihood):
+    """Independent yes-or-no answers: outputs are logits of any shape, targets 0 or 1 (or between) in that shape."""
+
+    name = "bernoulli"
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Binary cross-entropy, summed over a sample's answers."""
+        outputs = _wide(outputs)
+        return functional.binary_cross_entropy_with_logits(outputs, targets.to(outputs), reduction="sum") / len(outputs)
+
+    def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Sum over the samples of the share of their answers that are on the right side."""
+        return (
+            ((outputs > 0) == (targets > 0.5)).flatten(1).float().mean(dim=1).sum()
+            if outputs.ndim > 1
+            else ((outputs > 0) == (targets > 0.5)).sum()
+        )
+
+    def check_outputs(self, outputs: Tensor, where: str) -> None:
+        """Check that outputs are numbers."""
+        _check_real(self.name, outputs, where)
+
+    def check_targets(self, targets: Tensor, output_shape: tuple[int, ...], where: str) -> None:
+        """Check that targets lie between 0 and 1, in the shape of the outputs."""
+        _check_shape(self.name, targets, output_shape, where)
+        if targets.numel() and not 0 <= targets.min() <= targets.max() <= 1:
+            raise DataError(
+                f"{where}: targets run from {targets.min():g} to {targets.max():g}; the bernoulli likelihood needs "
+                "them between 0 and 1"
+            )
+
+    def exact(self, outputs: Tensor) -> Factors:
+        """`S_n` is diagonal, `p (1 - p)`: one vector to an answer."""
+        return _diagonal_factors(outputs.sigmoid() * (-outputs).sigmoid())
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """`y - p`, written so that nothing cancels near certainty."""
+        y = targets.to(outputs)
+        return y * (-outputs).sigmoid() - (1 - y) * outputs.sigmoid()
+
+    def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw with one uniform number to an answer."""
+        p = outputs.sigmoid()
+        return (torch.rand(p.shape, generator=generator, dtype=torch.float64).to(p) < p).to(p)
+
+    def predict(self, outputs: Tensor) -> Tensor:
+        """Return the more likely answers."""
+        return (outputs > 0).to(outputs)
 
 
-_LIKELIHOODS: dict[str, Likelihood] = {likelihood.name: likelihood for likelihood in (Categorical(),)}
+class Gaussian(Likelihood):
+    """Regression with unit variance: outputs of any shape are means, targets have that shape."""
+
+    name = "gaussian"
+    metric = None
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Half the squared error, summed over a sample's outputs, and the constant `log(2 pi) / 2` for each."""
+        outputs = _wide(outputs)
+        constant = 0.5 * math.log(2 * math.pi) * outputs[0].numel()
+        return 0.5 * (outputs - targets.to(outputs)).square().sum() / len(outputs) + constant
+
+    def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Nothing is right or wrong here."""
+        return outputs.new_tensor(math.nan)
+
+    def check_outputs(self, outputs: Tensor, where: str) -> None:
+        """Check that outputs are numbers."""
+        _check_real(self.name, outputs, where)
+
+    def check_targets(self, targets: Tensor, output_shape: tuple[int, ...], where: str) -> None:
+        """Check that targets have the shape of the outputs."""
+        _check_shape(self.name, targets, output_shape, where)
+
+    def exact(self, outputs: Tensor) -> Factors:
+        """`S_n` is the identity: one vector to an output."""
+        return _diagonal_factors(torch.ones_like(outputs))
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """`y - f(x)`."""
+        return targets.to(outputs) - outputs
+
+    def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        """Add a normal number to each output, by the inverse transform: `randn` draws in blocks."""
+        uniform = torch.rand(outputs.shape, generator=generator, dtype=torch.float64)
+        normal: Tensor = torch.special.ndtri(uniform.clamp(min=1e-300))
+        return outputs + normal.to(outputs)
+
+
+def _softmax_factors(p: Tensor) -> Factors:
+    """Factor `diag(p) - p p^T` for each row of probabilities, shape `(rows, classes)`.
+
+    This is the Cholesky factor in closed form (Tanabe and Sagae 1992, "An exact Cholesky decomposition and the
+    generalized inverse of the variance-covariance matrix of the multinomial distribution"), with the classes of each
+    row taken in falling order of probability. It has classes - 1 vectors, where `sqrt(p_c) (e_c - p)` would be one
+    more, none of its terms cancels, and what the last ones add is small: those that all together hold less than the
+    dtype's epsilon of the trace over the batch are left out.
+    """
+    ordered, order = p.sort(dim=1, descending=True)
+    # The probability that is left after class m, and with it; summed from the small end.
+    left = ordered.flip(1).cumsum(dim=1).flip(1)
+    after = functional.pad(left[:, 1:], (0, 1))
+    scale = torch.nan_to_num(ordered * after / left)
+    norms = scale * torch.nan_to_num(1 + functional.pad(_tails(ordered.square())[:, 1:], (0, 1)) / after.square())
+    tails = _tails(norms.sum(dim=0, keepdim=True))[0]
+    count = int((tails > torch.finfo(p.dtype).eps * tails[0]).sum())
+
+    def make(m: int) -> Tensor:
+        vector = torch.zeros_like(p)
+        vector[:, m] = 1
+        vector[:, m + 1 :] = -torch.nan_to_num(ordered[:, m + 1 :] / after[:, m, None])
+        return torch.zeros_like(p).scatter_(1, order, vector * scale[:, m, None].sqrt())
+
+    def squares() -> Tensor:
+        # p (1 - p), with the sum of the others for 1 - p.
+        others = left[:, :1] - ordered
+        others[:, 0] = after[:, 0]
+        return torch.zeros_like(p).scatter_(1, order, ordered * others)
+
+    return Factors(max(1, min(count, p.shape[1] - 1)), make, squares)
+
+
+def _tails(values: Tensor) -> Tensor:
+    """Sum each row from every place to its end."""
+    return values.flip(1).cumsum(dim=1).flip(1)
+
+
+def _diagonal_factors(variance: Tensor) -> Factors:
+    """Factor a diagonal `S_n`: vector m is `sqrt(variance)` at output m and zero elsewhere."""
+    flat = variance.sqrt().reshape(len(variance), -1)
+
+    def make(m: int) -> Tensor:
+        vector = torch.zeros_like(flat)
+        vector[:, m] = flat[:, m]
+        return vector.view_as(variance)
+
+    return Factors(flat.shape[1], make, lambda: variance)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _check_real(name: str, outputs: Tensor, where: str) -> None:
+    if not outputs.is_floating_point() or outputs.numel() == 0:
+        raise DataError(
+            f"{where}: the model's outputs have shape {tuple(outputs.shape)} and type {outputs.dtype}; the {name} "
+            "likelihood needs real numbers"
+        )
+
+
+def _check_shape(name: str, targets: Tensor, output_shape: tuple[int, ...], where: str) -> None:
+    if tuple(targets.shape[1:]) != tuple(output_shape):
+        raise DataError(
+            f"{where}: the targets have shape {tuple(targets.shape)}; the {name} likelihood needs the shape of the "
+            f"outputs, {('batch', *output_shape)}"
+        )
+
+
+def _check_classes(targets: Tensor, classes: int, where: str) -> None:
+    beyond = targets[(targets < 0) | (targets >= classes)]
+    if beyond.numel():
+        found = ", ".join(str(label) for label in sorted(set(beyond.tolist()))[:10])
+        raise DataError(
+            f"{where}: {beyond.numel()} of {targets.numel()} labels are not among the model's {classes} classes "
+            f"(0 to {classes - 1}): found {found}. Choose the classes with ?classes=0-{classes - 1}, or use a "
+            "model with more outputs"
+        )
+
+
+_LIKELIHOODS: dict[str, Likelihood] = {
+    likelihood.name: likelihood for likelihood in (Categorical(), PerToken(), Bernoulli(), Gaussian())
+}
 
 
 def get_likelihood(name: str) -> Likelihood:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ewc_finetune.choices import ESTIMATORS
+from ewc_finetune.choices import KNOWN_ESTIMATORS
 from ewc_finetune.errors import AnchorError
 
 
@@ -25,7 +25,9 @@ class Provenance:
         data: `spec`, `split`, `size` (of all the data) and `fingerprint` (of the samples used, in order).
         likelihood: Name of the likelihood.
         estimator: Name of the estimator.
+        draws: How many labels `sampled` drew for each sample; None for other estimators.
         samples: N, the number of samples that the Fisher is the mean of.
+        standard_error: Of the Fisher's `trace` and of each of `layers`' part, relative; None where it is not known.
         batch_size: Matters to the `batched` estimator alone.
         seed: Of the random subset and of the `sampled` labels.
         curvature: `diagonal`.
@@ -46,7 +48,9 @@ class Provenance:
     data: dict[str, Any] = field(default_factory=dict)
     likelihood: str = "categorical"
     estimator: str = "exact"
+    draws: int | None = None
     samples: int = 0
+    standard_error: dict[str, Any] | None = None
     batch_size: int | None = None
     seed: int = 0
     curvature: str = "diagonal"
@@ -103,6 +107,16 @@ def _is_input(value: Any) -> bool:
     )
 
 
+def _is_error(value: Any) -> bool:
+    def known(number: Any) -> bool:
+        return number is None or isinstance(number, (int, float))
+
+    layers = value.get("layers", {}) if isinstance(value, dict) else None
+    return value is None or (
+        isinstance(layers, dict) and known(value.get("trace")) and all(map(known, layers.values()))
+    )
+
+
 def _is_lineage(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(i, dict) and _is_text_or_none(i.get("sha256")) for i in value)
 
@@ -114,8 +128,10 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "checkpoint": (_is_dict_of(_is_text_or_none), "an object of texts"),
     "data": (lambda v: isinstance(v, dict), "an object"),
     "likelihood": (_is_text, "a name"),
-    "estimator": (lambda v: v in ESTIMATORS, f"one of {', '.join(ESTIMATORS)}"),
+    "estimator": (lambda v: v in KNOWN_ESTIMATORS, f"one of {', '.join(KNOWN_ESTIMATORS)}"),
+    "draws": (lambda v: v is None or _is_count(v), "a number of draws"),
     "samples": (_is_count, "a number of samples"),
+    "standard_error": (_is_error, "an object with a trace and layers"),
     "batch_size": (lambda v: v is None or _is_count(v), "a number of samples"),
     "seed": (lambda v: isinstance(v, int), "a number"),
     "curvature": (lambda v: v == "diagonal", "'diagonal', the only one that this version reads"),

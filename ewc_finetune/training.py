@@ -13,6 +13,7 @@ from ewc_finetune.choices import NormStats, OptimizerName
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.layout import Layout, feed
 from ewc_finetune.errors import DataError, NonFiniteError
+from ewc_finetune.inputs import call, count
 from ewc_finetune.likelihood import Likelihood
 from ewc_finetune.modes import normalisation_layers, set_training
 from ewc_finetune.penalty import Penalty
@@ -94,9 +95,9 @@ def train(
         for inputs, targets in feed(domain.batches(schedule.batch_size, shuffle), layout, model, device):
             if targets is None:
                 raise DataError(f"{domain.name} has no labels, and fine-tuning needs them")
-            if len(inputs) <= too_small:
+            if count(inputs) <= too_small:
                 continue
-            outputs = model(inputs)
+            outputs = call(model, inputs)
             if domain.labels is None:
                 likelihood.check_targets(targets, tuple(outputs.shape[1:]), f"{domain.name}, step {step + 1}")
             loss = likelihood.loss(outputs, targets)

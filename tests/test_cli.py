@@ -206,7 +206,7 @@ BAD = {
         2,
         "given 2 times",
     ),
-    "no samples": (["consolidate", "model.pt", "--data", DATA, "--samples", "0"], 2, "x>=1"),
+    "no samples": (["consolidate", "model.pt", "--data", DATA, "--samples", "0"], 2, "neither auto nor a number"),
 }
 
 

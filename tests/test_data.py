@@ -233,8 +233,10 @@ def test_data_that_is_none():
         as_domain(x for x in [])
     with pytest.raises(DataError, match="is a int; expected"):
         as_domain(3)
-    with pytest.raises(DataError, match="expected .inputs, labels., two tensors"):
-        list(as_domain([{"x": torch.ones(1)}]).batches(1))
+    with pytest.raises(DataError, match=r"is .{x: list}.; expected .inputs, labels. or inputs alone"):
+        list(as_domain([{"x": ["a text"]}]).batches(1))
+    with pytest.raises(DataError, match=r"is .Tensor, Tensor, Tensor."):
+        list(as_domain([(torch.ones(1),) * 3]).batches(1))
 
 
 def test_the_fingerprint_is_of_the_samples_alone():
@@ -251,3 +253,45 @@ def test_the_fingerprint_is_of_the_samples_alone():
     assert whole != fingerprint((x + 1, y))
     assert whole != fingerprint((x, None))
     assert whole != fingerprint((x.flip(0), y))
+
+
+def test_a_batch_may_be_a_dictionary_with_labels_in_it_or_beside_it():
+    tokens, labels = torch.arange(6).view(3, 2), torch.tensor([0, 1, 0])
+    inside = list(as_domain([{"tokens": tokens, "labels": labels}]).batches(1))
+    beside = list(as_domain([({"tokens": tokens}, labels)]).batches(1))
+    for (found,) in (inside, beside):
+        assert found[0].keys() == {"tokens"}
+        assert torch.equal(found[1], labels)
+    ((_, none),) = as_domain([{"tokens": tokens}]).batches(1)
+    assert none is None
+
+
+def test_the_fingerprint_of_dictionaries_does_not_depend_on_the_batches():
+    def fingerprint(*batches):
+        taken = Fingerprint()
+        for inputs in batches:
+            taken.update(inputs, None)
+        return taken.hexdigest()
+
+    a, b = torch.arange(6.0).view(3, 2), torch.arange(3)
+    assert fingerprint({"a": a, "b": b}) == fingerprint({"a": a[:1], "b": b[:1]}, {"a": a[1:], "b": b[1:]})
+    assert fingerprint({"a": a, "b": b}) != fingerprint({"c": a, "b": b})
+
+
+def test_a_folder_of_images_without_classes(tmp_path):
+    for name in ("one.png", "deep/two.PNG", "deep/er/three.jpg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (6, 4), "red").save(tmp_path / name)
+    (tmp_path / "notes.txt").write_text("no image")
+    domain = load_domain(f"images:{tmp_path}?channels=1&limit=2", "train")
+    assert domain.size == 2
+    ((images, labels),) = domain.batches(5)
+    assert images.shape == (2, 1, 4, 6)
+    assert labels is None
+    with pytest.raises(UsageError, match="images have no classes"):
+        load_domain(f"images:{tmp_path}?classes=1", "train")
+    with pytest.raises(DataError, match="there is no folder"):
+        load_domain(f"images:{tmp_path}/nowhere", "train")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds no images, in itself or in any folder"):
+        load_domain(f"images:{tmp_path}/empty", "train")

@@ -1,5 +1,8 @@
 """The Fisher against a slow, obvious float64 loop over single samples."""
 
+import gc
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import Small, trained
@@ -7,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ewc_finetune.choices import ESTIMATORS
+from ewc_finetune.choices import KNOWN_ESTIMATORS as ESTIMATORS
 from ewc_finetune.curvature.diagonal import diagonal_fisher
-from ewc_finetune.curvature.per_sample import one_at_a_time, vectorised
-from ewc_finetune.errors import DataError, NonFiniteError
-from ewc_finetune.likelihood import Categorical
+from ewc_finetune.curvature.fallback import one_at_a_time, vectorised
+from ewc_finetune.errors import ArchitectureError, DataError, DeviceError, NonFiniteError, UsageError
+from ewc_finetune.likelihood import Categorical, get_likelihood
 
 
 def reference(model, inputs, targets, estimator, batch_size=4, seed=0):
@@ -198,14 +201,17 @@ def test_vectorised_and_one_at_a_time_are_the_same():
     parameters = dict(model.named_parameters())
     factors = torch.randn(2, 11, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     one, other = (engine(model, parameters, inputs, factors) for engine in (vectorised, one_at_a_time))
-    assert relative_error(one, other) < 1e-12
+    assert relative_error({n: s for n, (s, _) in one.items()}, {n: s for n, (s, _) in other.items()}) < 1e-12
+    assert relative_error({n: s for n, (_, s) in one.items()}, {n: s for n, (_, s) in other.items()}) < 1e-12
 
 
-def test_says_when_it_goes_one_sample_at_a_time():
+def test_says_which_way_it_goes():
     model, inputs, targets = case("recurrent")
-    assert "one sample at a time" in compute(model, inputs, targets, "exact").path
+    path = compute(model, inputs, targets, "exact").path
+    assert "layer rules for 2 parameters" in path
+    assert "one sample at a time, for 4 parameters (lstm.weight_ih_l0" in path
     model, inputs, targets = case("small")
-    assert "vectorised" in compute(model, inputs, targets, "exact").path
+    assert compute(model, inputs, targets, "exact").path == "gradients: layer rules for 6 parameters"
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -259,7 +265,7 @@ def test_a_million_repetitions_lose_nothing():
     inputs, targets = torch.ones(1_000_000, 1), torch.zeros(1_000_000, dtype=torch.long)
     many = compute(model, inputs, targets, "exact", batch_size=100_000).values["weight"]
     one = compute(model, inputs[:1], targets[:1], "exact").values["weight"]
-    torch.testing.assert_close(many, one, rtol=1e-6, atol=0)
+    torch.testing.assert_close(many, one, rtol=1e-5, atol=0)
 
 
 def test_bad_outputs_and_labels_are_named():
@@ -278,7 +284,7 @@ def test_bad_outputs_and_labels_are_named():
 def test_an_overflowing_fisher_is_named():
     model = nn.Sequential(Scale(1e-200), nn.Linear(1, 2).double())
     inputs, targets = torch.full((2, 1), 1e200, dtype=torch.float64), torch.zeros(2, dtype=torch.long)
-    with pytest.raises(NonFiniteError, match=r"Fisher of 0\.weight"):
+    with pytest.raises(NonFiniteError, match=r"sample 0: the squared gradient by 0\.weight holds NaN"):
         compute(model, inputs, targets, "exact")
 
 
@@ -291,3 +297,243 @@ class Scale(nn.Module):
 
     def forward(self, x):
         return self.weight * x
+
+
+class Sequences(nn.Module):
+    """Logits for every token: (batch, 3, 4)."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, tokens):
+        return self.mix(self.embed(tokens).cumsum(1).tanh())
+
+
+@pytest.mark.parametrize("name", ["bernoulli", "gaussian", "per-token"])
+def test_other_likelihoods_in_closed_form(name):
+    """sum_n J_n^T S_n J_n with the Jacobian of every sample written out, and S from its textbook form."""
+    generator = torch.Generator().manual_seed(0)
+    if name == "per-token":
+        model, inputs = trained(Sequences()), torch.randint(0, 6, (5, 3), generator=generator)
+    else:
+        model, inputs = trained(Small()), torch.randn(5, 4, generator=generator, dtype=torch.float64)
+    parameters = dict(model.named_parameters())
+    expected = {n: torch.zeros_like(p) for n, p in parameters.items()}
+    for one in inputs:
+        outputs = model(one[None])[0]
+        if name == "gaussian":
+            s = torch.eye(outputs.numel(), dtype=torch.float64)
+        elif name == "bernoulli":
+            s = torch.diag(outputs.sigmoid() * (1 - outputs.sigmoid()))
+        else:
+            p = outputs.softmax(dim=1)
+            s = torch.block_diag(*(torch.diag(t) - torch.outer(t, t) for t in p))
+        rows = [torch.autograd.grad(o, list(parameters.values()), retain_graph=True) for o in outputs.flatten()]
+        for i, n in enumerate(parameters):
+            jacobian = torch.stack([row[i].flatten() for row in rows])
+            expected[n] += ((jacobian.T @ s.detach()) * jacobian.T).sum(1).view_as(expected[n]) / len(inputs)
+    found = diagonal_fisher(model, [(inputs[:2], None), (inputs[2:], None)], get_likelihood(name), "exact")
+    assert relative_error(found.values, expected) < 1e-10
+
+
+def test_auto_is_exact_for_few_outputs_and_sampled_for_many():
+    for outputs, expected in ((32, "exact"), (33, "sampled")):
+        notes = []
+        model = trained(nn.Sequential(nn.Linear(4, outputs)))
+        found = diagonal_fisher(model, [(torch.ones(2, 4).double(), None)], Categorical(), note=notes.append)
+        assert found.estimator == expected
+        assert notes == [f"estimator: {expected}, for a model with {outputs} outputs"]
+
+
+def test_more_draws_come_nearer_to_exact():
+    model, inputs, targets = case("small")
+    exact = compute(model, inputs, targets, "exact").values
+    errors = [
+        relative_error(compute(model, inputs, targets, "sampled", draws=draws).values, exact)
+        for draws in (1, 100, 10000)
+    ]
+    assert errors[2] < 0.05
+    assert errors[2] < errors[1] < errors[0]
+    with pytest.raises(UsageError, match="draws nothing"):
+        compute(model, inputs, targets, "exact", draws=2)
+
+
+def test_the_standard_error_is_the_spread_of_the_samples():
+    model, inputs, targets = case("small")
+    found = compute(model, inputs, targets, "empirical")
+    single = [compute(model, inputs[n : n + 1], targets[n : n + 1], "empirical").values for n in range(11)]
+    for layer, names in (("first", ["first.weight", "first.bias"]), (None, list(single[0]))):
+        traces = torch.tensor([sum(one[name].sum().item() for name in names) for one in single], dtype=torch.float64)
+        expected = (traces.std() / 11**0.5 / traces.mean()).item()
+        error = found.standard_error.trace if layer is None else found.standard_error.layers[layer]
+        assert error == pytest.approx(expected, rel=1e-9)
+    assert compute(model, inputs[:1], targets[:1], "empirical").standard_error.trace is None
+    assert compute(model, inputs, targets, "batched").standard_error is None
+
+
+def test_stops_when_the_error_is_small_enough():
+    model = trained(Small())
+    inputs = torch.randn(5000, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    batches, notes = [(part, None) for part in inputs.split(100)], []
+    found = diagonal_fisher(model, batches, Categorical(), "exact", rtol=0.1, note=notes.append)
+    assert 200 <= found.samples < 5000
+    assert found.standard_error.trace <= 0.1
+    assert f"stopped after {found.samples:,} samples" in notes[-1]
+    everything = diagonal_fisher(model, batches, Categorical(), "exact", rtol=1e-9)
+    assert everything.samples == 5000
+    with pytest.raises(UsageError, match="no standard error to stop at"):
+        diagonal_fisher(model, batches, Categorical(), "batched", rtol=0.1)
+
+
+def test_out_of_memory_halves_the_batch_and_loses_nothing():
+    class Hungry(Small):
+        def forward(self, x):
+            if len(x) > 3:
+                raise torch.OutOfMemoryError("out of memory, it says here")
+            return super().forward(x)
+
+    model, inputs, targets = case("small")
+    hungry, notes = trained(Hungry()), []
+    for estimator in ("exact", "sampled"):
+        found = compute(hungry, inputs, targets, estimator, batch_size=11, note=notes.append)
+        expected = compute(model, inputs, targets, estimator)
+        assert relative_error(found.values, expected.values) < 1e-12
+        assert found.scores == pytest.approx(expected.scores)
+    assert notes[0] == "out of memory with 11 samples at once; going on with 5"
+    with pytest.raises(DeviceError, match="batched takes each whole"):
+        compute(hungry, inputs, targets, "batched", batch_size=11)
+
+
+def test_not_even_one_sample_fits():
+    class Starved(Small):
+        def forward(self, x):
+            if torch.is_grad_enabled() and len(x) == 1 and self.armed:
+                raise torch.OutOfMemoryError("out of memory")
+            return super().forward(x)
+
+    model, inputs = trained(Starved()), case("small")[1]
+    model.armed = False
+
+    def batches():
+        yield inputs[:4], None
+        model.armed = True
+        yield inputs[4:5], None
+
+    with pytest.raises(DeviceError, match="not even one sample"):
+        diagonal_fisher(model, batches(), Categorical(), "exact")
+
+
+class Dropping(nn.Module):
+    def __init__(self, drop):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.drop = drop
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.drop(self.inner(x)))
+
+
+@pytest.mark.parametrize(
+    ("drop", "message"),
+    [
+        (lambda x: nn.functional.dropout(x, 0.3), r"drops values at random \(p = 0.3\) although .* in eval mode"),
+        (nn.functional.dropout, r"p = 0.5"),
+        (lambda x: x * torch.rand_like(x), "draws random numbers in eval mode"),
+        (lambda x: nn.functional.batch_norm(x, None, None, training=True), "statistics of the batch"),
+        (lambda x: x - x.mean(0), "change with the other samples of its batch"),
+        (lambda x: x[:1].expand_as(x) + x, "change with the other samples of its batch"),
+    ],
+)
+def test_models_without_a_gradient_for_each_sample_are_refused(drop, message):
+    model, (_, inputs, targets) = trained(Dropping(drop)), case("small")
+    with pytest.raises(ArchitectureError, match=message):
+        compute(model, inputs, targets, "exact")
+
+
+def test_the_module_that_drops_is_named():
+    class Inner(nn.Module):
+        def forward(self, x):
+            return nn.functional.dropout(x, 0.1)
+
+    model, (_, inputs, targets) = trained(Dropping(Inner())), case("small")
+    with pytest.raises(ArchitectureError, match="module drop drops values"):
+        compute(model, inputs, targets, "exact")
+
+
+def test_non_finite_gradients_are_named():
+    """The outputs are fine; sample 6 has an infinite slope at the weight of one layer."""
+
+    class Slope(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(1, 1, bias=False)
+            self.head = nn.Linear(1, 2)
+
+        def forward(self, x):
+            return self.head(self.inner(x).abs().sqrt())
+
+    model = trained(Slope())
+    inputs = torch.ones(11, 1, dtype=torch.float64)
+    inputs[6] = 0
+    with pytest.raises(NonFiniteError, match=r"sample 6: the squared gradient by inner\.weight holds NaN"):
+        compute(model, inputs, torch.zeros(11, dtype=torch.long), "exact")
+
+
+def test_memory_does_not_grow_with_the_samples():
+    """Nothing of a batch outlives it: no graph, no input, no gradient."""
+    model, inputs, _ = case("convolutional")
+
+    def alive():
+        gc.collect()
+        return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
+
+    counts = []
+
+    def batches():
+        for _ in range(6):
+            yield inputs.clone(), None
+            counts.append(alive())
+
+    diagonal_fisher(model, batches(), Categorical(), "exact")
+    assert len(set(counts[1:])) == 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pass_leaves_nothing_on_the_model(name):
+    model, inputs, _ = case(name)
+    flags = [p.requires_grad for p in model.parameters()]
+    compute(model, inputs, torch.zeros(11, dtype=torch.long), "exact")
+    assert [p.requires_grad for p in model.parameters()] == flags
+    assert all(p.grad is None and not p._backward_hooks for p in model.parameters())
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    assert not any(getattr(module, kind) for module in model.modules() for kind in hooks)
+    assert not torch.nn.modules.module._global_forward_hooks
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_half_precision_of_every_kind_of_layer():
+    """A half-precision model agrees with itself in float64 as far as its own rounding lets it."""
+    for dtype, tolerance in ((torch.bfloat16, 0.05), (torch.float16, 0.02)):
+        _, inputs, targets = case("convolutional")
+        half = trained(Convolutional()).to(dtype)
+        expected = compute(half.double(), inputs.to(dtype).double(), targets, "empirical").values
+        found = compute(half.to(dtype), inputs.to(dtype), targets, "empirical").values
+        for name, value in expected.items():
+            assert ((found[name] - value).norm() / value.norm()).item() < tolerance, (dtype, name)
+            assert found[name].dtype == torch.float64
+
+
+def test_outputs_in_a_tuple_or_a_dictionary():
+    model, inputs, targets = case("small")
+    expected = compute(model, inputs, targets, "exact").values
+    for wrap in (lambda y: (y, None), lambda y: {"aux": y * 2, "logits": y}, lambda y: SimpleNamespace(logits=y)):
+        wrapped = trained(Small())
+        plain = wrapped.forward
+        wrapped.forward = lambda x, plain=plain, wrap=wrap: wrap(plain(x))
+        assert relative_error(compute(wrapped, inputs, targets, "exact").values, expected) < 1e-12
+    wrapped.forward = lambda x: {"a": plain(x), "b": x}
+    with pytest.raises(DataError, match="returned a dict with a, b; expected a tensor of outputs"):
+        compute(wrapped, inputs, targets, "exact")

@@ -336,8 +336,8 @@ def test_an_unknown_estimator_is_not_taken_for_another(model):
         ewc.consolidate(model, OLD, estimator="exakt")
     with pytest.raises(UsageError, match="estimator is 'exakt'"):
         ewc.diagonal_fisher(model, [OLD.tensors], get_likelihood("categorical"), "exakt")
-    with pytest.raises(UsageError, match="no likelihood is called 'gaussian'"):
-        ewc.consolidate(model, OLD, likelihood="gaussian")
+    with pytest.raises(UsageError, match="no likelihood is called 'gausian'"):
+        ewc.consolidate(model, OLD, likelihood="gausian")
 
 
 def test_a_shuffling_loader_does_not_move_the_callers_random_state(model):
@@ -432,10 +432,10 @@ def test_models_whose_samples_see_each_other_are_refused():
         def forward(self, x):
             return super().forward(x - x.mean(0))
 
-    with pytest.raises(ArchitectureError, match="change with the other samples of its batch;"):
+    with pytest.raises(ArchitectureError, match="change with the other samples of its batch .they differ by"):
         ewc.consolidate(Centred(4, 3), OLD)
     norm = nn.BatchNorm2d(1, track_running_stats=False)
-    with pytest.raises(ArchitectureError, match="normalisation without running statistics: 1"):
+    with pytest.raises(ArchitectureError, match="module 1 normalises with the statistics of the batch"):
         ewc.consolidate(nn.Sequential(nn.Unflatten(1, (1, 2, 2)), norm, nn.Flatten(), nn.Linear(4, 3)), OLD)
 
 

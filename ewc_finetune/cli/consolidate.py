@@ -11,6 +11,14 @@ from ewc_finetune.choices import ESTIMATORS, LIKELIHOODS
 from ewc_finetune.cli.command import Command, common_options, only_one
 
 
+def _samples(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise click.BadParameter(f"{text!r} is neither auto nor a number of samples, at least 1.")
+    return int(text)
+
+
 @click.command(cls=Command)
 @click.argument("model", type=click.Path(dir_okay=False))
 @click.option(
@@ -33,13 +41,20 @@ from ewc_finetune.cli.command import Command, common_options, only_one
 @click.option(
     "--estimator",
     type=click.Choice(ESTIMATORS),
-    default="exact",
+    default="auto",
     show_default=True,
-    help="Whose labels the Fisher uses: the model's own in expectation (exact), one draw of them (sampled), "
+    help="Whose labels the Fisher uses: the model's own in expectation (exact), draws of them (sampled), "
     "its best guess (predicted), the data's (empirical); batched squares the mean of a batch, which is no "
     "Fisher but what published code does.",
 )
-@click.option("--samples", type=click.IntRange(1), metavar="N", help="Use a random subset of N samples.")
+@click.option("--draws", type=click.IntRange(1), default=1, show_default=True, help="Labels that sampled draws.")
+@click.option(
+    "--samples",
+    type=_samples,
+    metavar="N|auto",
+    help="Use a random subset of N samples; auto goes on until the standard error of the Fisher's trace is --rtol.",
+)
+@click.option("--rtol", type=float, default=0.02, show_default=True, help="Where --samples auto stops.")
 @click.option("--batch-size", type=click.IntRange(1), default=200, show_default=True, help="Samples at once.")
 @click.option(
     "--likelihood",
@@ -72,18 +87,33 @@ def consolidate(
     printer = Printer(quiet, as_json)
     anchor = run(model, data, architecture=arch, output=output or default_output(model), progress=printer, **options)
     layers = importance_by_layer(anchor.fisher)
-    printer.table(
-        ["layer", "parameters", "share of Fisher", "mean", "max"],
-        [[i.layer, f"{i.parameters:,}", f"{i.share:.1%}", f"{i.mean:.2e}", f"{i.max:.2e}"] for i in layers],
-    )
     origin = anchor.provenance
+    errors = (origin.standard_error or {}).get("layers", {})
+    printer.table(
+        ["layer", "parameters", "share of Fisher", "error", "mean", "max"],
+        [
+            [
+                i.layer,
+                f"{i.parameters:,}",
+                f"{i.share:.1%}",
+                _error(errors.get(i.layer)),
+                f"{i.mean:.2e}",
+                f"{i.max:.2e}",
+            ]
+            for i in layers
+        ],
+    )
     path = Path(str(anchor.path))
     if origin.scores:
-        printer.note(
-            f"the checkpoint's own score: accuracy {origin.scores['accuracy']:.4f}, loss {origin.scores['loss']:.4f}"
-        )
+        known = [f"{name} {value:.4f}" for name, value in sorted(origin.scores.items())]
+        printer.note(f"the checkpoint's own score: {', '.join(known)}")
     for name, reason in origin.excluded.items():
         printer.note(f"left free: {name}, {reason}")
+    if origin.standard_error and origin.standard_error["trace"] is not None:
+        printer.note(
+            f"{origin.estimator} Fisher of {origin.samples:,} samples; the standard error of its trace is "
+            f"{origin.standard_error['trace']:.1%}"
+        )
     printer.note(f"{path}: {origin.samples:,} samples, {path.stat().st_size:,} bytes, sha256 {anchor.digest}")
     printer.result(
         {
@@ -94,3 +124,7 @@ def consolidate(
             "importance": [vars(i) for i in layers],
         }
     )
+
+
+def _error(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"

@@ -32,6 +32,9 @@ def evaluate(model: str, data: tuple[str, ...], arch: str | None, quiet: bool, a
     scores = run(model, list(data), architecture=arch, progress=printer, **options)
     printer.table(
         ["domain", "samples", "loss", "accuracy"],
-        [[s.domain, f"{s.samples:,}", f"{s.loss:.4f}", f"{s.accuracy:.4f}"] for s in scores],
+        [
+            [s.domain, f"{s.samples:,}", f"{s.loss:.4f}", "-" if s.accuracy is None else f"{s.accuracy:.4f}"]
+            for s in scores
+        ],
     )
     printer.result({"model": model, "scores": [vars(s) for s in scores]})

@@ -104,9 +104,7 @@ def finetune(
         [
             [
                 b.domain,
-                f"{b.accuracy:.4f}",
-                f"{a.accuracy:.4f}",
-                f"{a.accuracy - b.accuracy:+.4f}",
+                *(("-",) * 3 if b.accuracy is None or a.accuracy is None else _change(b.accuracy, a.accuracy)),
                 f"{b.loss:.4f}",
                 f"{a.loss:.4f}",
             ]
@@ -124,3 +122,7 @@ def finetune(
             "after": [vars(score) for score in done.after],
         }
     )
+
+
+def _change(before: float, after: float) -> tuple[str, str, str]:
+    return f"{before:.4f}", f"{after:.4f}", f"{after - before:+.4f}"

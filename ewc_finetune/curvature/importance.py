@@ -27,11 +27,16 @@ class LayerImportance:
     max: float
 
 
+def layer_of(parameter: str) -> str:
+    """Return the name of the module that a parameter belongs to; the parameter's own if that is the model itself."""
+    return parameter.rpartition(".")[0] or parameter
+
+
 def importance_by_layer(fisher: Mapping[str, Tensor]) -> list[LayerImportance]:
     """Sum a diagonal Fisher over each layer, in the order of the layers."""
     layers: dict[str, list[Tensor]] = {}
     for name, values in fisher.items():
-        layers.setdefault(name.rpartition(".")[0] or name, []).append(values.double())
+        layers.setdefault(layer_of(name), []).append(values.double())
     sums = {layer: sum(v.sum().item() for v in parts) for layer, parts in layers.items()}
     trace = sum(sums.values()) or 1.0
     found = []

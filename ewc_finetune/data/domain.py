@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard, cast
 
@@ -12,8 +12,12 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from ewc_finetune.errors import DataError
+from ewc_finetune.inputs import Inputs, is_inputs, take
 
-Batch = tuple[Tensor, Tensor | None]
+# Inputs and labels; every kind of data may come without labels.
+Batch = tuple[Inputs, Tensor | None]
+# What labels are called where a batch is a dictionary.
+_LABELS = ("labels", "label")
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,8 @@ class Domain:
 
     Attributes:
         name: The data spec, or what the caller calls it.
-        samples: A map-style dataset of `(input, label)`, or an iterable of whole batches such as a DataLoader.
+        samples: A map-style dataset of `(input, label)`, or an iterable of whole batches such as a DataLoader. The
+            label may be missing, and an input may be a dictionary of tensors, whose `labels` is then the label.
         classes: Names of the classes, where they are known.
         labels: All labels, where they are known without reading every sample.
         split: Which split the samples are, where the data has splits.
@@ -66,14 +71,14 @@ class Domain:
         except TypeError:
             return None
 
-    def first(self) -> Tensor:
+    def first(self) -> Inputs:
         """Return one input as a batch of one.
 
         Raises:
             DataError: if there is no sample.
         """
         for inputs, _ in self.batches(1):
-            return inputs[:1]
+            return take(inputs, slice(1))
         raise DataError(f"{self.name} has no samples")
 
     def subset(self, indices: Sequence[int]) -> Domain:
@@ -126,14 +131,15 @@ class Domain:
         return DataLoader(samples, batch_sampler=sampler, generator=torch.Generator())
 
     def _read(self, batch: Any) -> Batch:
-        parts = batch if isinstance(batch, (tuple, list)) else [batch]
-        if not 1 <= len(parts) <= 2 or not all(isinstance(part, Tensor) for part in parts):
-            kinds = ", ".join(type(part).__name__ for part in parts)
-            raise DataError(f"a batch of {self.name} is ({kinds}); expected (inputs, labels), two tensors")
-        if len(parts) == 1:
-            return parts[0], None
-        inputs, labels = parts
-        return inputs, labels if labels.is_floating_point() else labels.long()
+        inputs, labels = _parts(batch)
+        if not is_inputs(inputs) or not (labels is None or isinstance(labels, Tensor)):
+            parts = batch if isinstance(batch, (tuple, list)) else [batch]
+            raise DataError(
+                f"a batch of {self.name} is ({', '.join(map(_kind, parts))}); expected (inputs, labels) or inputs "
+                "alone, where inputs are a tensor or a dictionary of tensors and labels a tensor"
+            )
+        inputs = inputs if isinstance(inputs, Tensor) else dict(inputs)
+        return inputs, labels if labels is None or labels.is_floating_point() else labels.long()
 
 
 def as_domain(data: object, name: str = "data") -> Domain:
@@ -155,6 +161,24 @@ def as_domain(data: object, name: str = "data") -> Domain:
     raise DataError(f"{name} is a {type(data).__name__}; expected a data spec, a dataset or a loader of batches")
 
 
+def _kind(part: Any) -> str:
+    if isinstance(part, Mapping):
+        return "{" + ", ".join(f"{name}: {type(value).__name__}" for name, value in part.items()) + "}"
+    return type(part).__name__
+
+
+def _parts(batch: Any) -> tuple[Any, Any]:
+    """Take a batch apart into inputs and labels, whatever they are."""
+    if isinstance(batch, (tuple, list)):
+        inputs, labels = (*batch, None)[:2] if 1 <= len(batch) <= 2 else (None, None)
+    else:
+        inputs, labels = batch, None
+    if labels is None and isinstance(inputs, Mapping):
+        labels = next((inputs[name] for name in _LABELS if name in inputs), None)
+        inputs = {name: value for name, value in inputs.items() if name not in _LABELS}
+    return inputs, labels
+
+
 def _is_map_style(data: Any) -> TypeGuard[Dataset[Any]]:
     """Whether it has samples by number; lists and loaders hold batches."""
     batched = (DataLoader, IterableDataset, list, tuple, str, dict)
@@ -169,12 +193,20 @@ class Fingerprint:
         self._labels = hashlib.sha256()
         self._described = False
 
-    def update(self, inputs: Tensor, labels: Tensor | None) -> None:
+    def update(self, inputs: Inputs, labels: Tensor | None) -> None:
         """Take in one batch, as it was before any preprocessing."""
+        named = {"": inputs} if isinstance(inputs, Tensor) else inputs
         if not self._described:
-            self._inputs.update(f"{inputs.dtype}{tuple(inputs.shape[1:])}".encode())
+            for name, tensor in named.items():
+                self._inputs.update(f"{name}{tensor.dtype}{tuple(tensor.shape[1:])}".encode())
             self._described = True
-        self._inputs.update(_bytes(inputs))
+        if isinstance(inputs, Tensor):
+            self._inputs.update(_bytes(inputs))
+        else:
+            # Sample by sample, so that the size of the batches doesn't matter.
+            for sample in zip(*inputs.values(), strict=True):
+                for tensor in sample:
+                    self._inputs.update(_bytes(tensor))
         if labels is not None:
             self._labels.update(_bytes(labels))
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ewc_finetune.data.domain import Batch, Domain
 from ewc_finetune.devices import random_state_kept
 from ewc_finetune.errors import DataError
+from ewc_finetune.inputs import Inputs, call, each
 from ewc_finetune.modes import evaluating
 
 
@@ -21,17 +22,21 @@ class Layout:
     """The way from a sample of the data to an input of the model.
 
     Attributes:
-        shape: Of one sample in the data; `(channels, height, width)` for images.
+        shape: Of one sample in the data; `(channels, height, width)` for images; `()` for a dictionary.
         flat: Whether a sample is flattened to a vector.
         bytes_to_unit: Whether samples are bytes, 0 to 255, that become 0 to 1.
+        names: Where a sample is a dictionary of tensors: the shape of each.
     """
 
     shape: tuple[int, ...]
     flat: bool
     bytes_to_unit: bool
+    names: dict[str, tuple[int, ...]] | None = None
 
-    def present(self, samples: Tensor, dtype: torch.dtype) -> Tensor:
+    def present(self, samples: Inputs, dtype: torch.dtype) -> Inputs:
         """Turn a batch of samples into inputs of the model, floating-point ones in `dtype`."""
+        if not isinstance(samples, Tensor):
+            return each(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, samples)
         if self.bytes_to_unit:
             samples = samples.to(dtype) / 255
         elif samples.is_floating_point():
@@ -40,6 +45,8 @@ class Layout:
 
     def describe(self) -> str:
         """Say what is done, for people."""
+        if self.names is not None:
+            return "a dictionary of " + ", ".join(f"{name} ({_show(shape)})" for name, shape in self.names.items())
         parts = [" x ".join(map(str, self.shape)) or "single numbers"]
         if self.bytes_to_unit:
             parts.append("scaled from 0..255 to 0..1")
@@ -49,7 +56,12 @@ class Layout:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON has them."""
-        return {**asdict(self), "shape": list(self.shape)}
+        document = {**asdict(self), "shape": list(self.shape)}
+        if self.names is None:
+            del document["names"]
+        else:
+            document["names"] = {name: list(shape) for name, shape in self.names.items()}
+        return document
 
 
 def find_layout(
@@ -74,31 +86,37 @@ def find_layout(
     Raises:
         DataError: if the sample goes into the model in neither way; the shapes are named.
     """
-    sample, name = domain.first().to(device), domain.name
-    shape = tuple(sample.shape[1:])
+    sample, name = each(lambda tensor: tensor.to(device), domain.first()), domain.name
     dtype = dtype_of(model)
     refusals = []
-    for flat in (False, True) if len(shape) > 1 else (False,):
-        layout = Layout(shape, flat, bytes_to_unit=sample.dtype == torch.uint8)
+    if isinstance(sample, Tensor):
+        shape, as_bytes = tuple(sample.shape[1:]), sample.dtype == torch.uint8
+        layouts = [Layout(shape, flat, as_bytes) for flat in ((False, True) if len(shape) > 1 else (False,))]
+    else:
+        shape = ()
+        layouts = [Layout((), False, False, {key: tuple(tensor.shape[1:]) for key, tensor in sample.items()})]
+    for layout in layouts:
         try:
             with evaluating(model), torch.no_grad(), random_state_kept(device):
-                outputs = model(layout.present(sample, dtype))
+                outputs = call(model, layout.present(sample, dtype))
             check_outputs(outputs)
         except Exception as error:  # noqa: BLE001 - a model may raise anything for an input it can't take
-            refusals.append(f"{'flattened' if flat else 'as it is'}: {str(error).partition(chr(10))[0][:200]}")
+            refusals.append(f"{'flattened' if layout.flat else 'as it is'}: {str(error).partition(chr(10))[0][:200]}")
         else:
             return layout, tuple(outputs.shape[1:])
     wanted = (recorded or {}).get("shape")
     if wanted and list(wanted) != list(shape):
         raise DataError(f"{name}: samples have shape {_show(shape)}; the model takes {_show(wanted)}.{_advice(wanted)}")
-    raise DataError(f"{name}: a sample of shape {_show(shape)} does not go into the model ({'; '.join(refusals)})")
+    described = f"shape {_show(shape)}" if isinstance(sample, Tensor) else layouts[0].describe()
+    raise DataError(f"{name}: a sample of {described} does not go into the model ({'; '.join(refusals)})")
 
 
 def feed(batches: Iterable[Batch], layout: Layout, model: nn.Module, device: torch.device) -> Iterator[Batch]:
     """Bring batches of samples to the device, presented as the model wants them."""
     dtype = dtype_of(model)
     for samples, labels in batches:
-        yield layout.present(samples.to(device), dtype), None if labels is None else labels.to(device)
+        moved = each(lambda tensor: tensor.to(device), samples)
+        yield layout.present(moved, dtype), None if labels is None else labels.to(device)
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:

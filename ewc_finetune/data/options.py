@@ -57,11 +57,11 @@ class Options:
             images = images.flatten(-2)[..., order].reshape(images.shape)
         return images
 
-    def keep(self, labels: Tensor) -> Tensor:
-        """Return the indices of the samples that `classes` and `limit` keep."""
-        indices = torch.arange(len(labels))
-        if self.classes is not None:
-            kept = torch.zeros(len(labels), dtype=torch.bool)
+    def keep(self, samples: int, labels: Tensor | None) -> Tensor:
+        """Return the indices of the samples that `classes` and `limit` keep; `classes` needs labels."""
+        indices = torch.arange(samples)
+        if self.classes is not None and labels is not None:
+            kept = torch.zeros(samples, dtype=torch.bool)
             for part in self.classes:
                 kept |= (labels >= part.start) & (labels < part.stop)
             indices = indices[kept]

@@ -44,11 +44,17 @@ def load_domain(spec: str, default_split: Split, data_dir: str | Path | None = N
         if not place:
             raise UsageError(f"{spec}: name the folder, as in imagefolder:photos/?size=64")
         domain = _image_folder(address, Path(place).expanduser(), split, options)
+    elif kind == "images":
+        if not place:
+            raise UsageError(f"{spec}: name the folder, as in images:logged/?size=224")
+        domain = _images(address, Path(place).expanduser(), options)
     elif kind in _IN_MEMORY and not colon:
         images, labels, classes = _IN_MEMORY[kind](split, folder)
         domain = Domain(str(address), TensorDataset(images, labels), classes, labels, split)
     else:
-        raise UsageError(f"{spec}: no data is called {kind!r}. {suggest(kind, [*_IN_MEMORY, 'imagefolder:PATH'])}")
+        raise UsageError(
+            f"{spec}: no data is called {kind!r}. {suggest(kind, [*_IN_MEMORY, 'imagefolder:PATH', 'images:PATH'])}"
+        )
     return _select(domain, options)
 
 
@@ -75,19 +81,18 @@ def _is_domain(item: object) -> bool:
 
 
 def _select(domain: Domain, options: Options) -> Domain:
-    if domain.labels is None:
-        raise DataError(f"{domain.name} has no labels")
-    kept = options.keep(domain.labels)
-    if not len(kept):
+    size = domain.size or 0
+    kept = options.keep(size, domain.labels)
+    if not len(kept) and domain.labels is not None:
         present = ", ".join(map(str, sorted(set(domain.labels.tolist()))))
         raise DataError(f"{domain.name}: nothing is left; its labels are {present or 'none: there are no samples'}")
-    if len(kept) < len(domain.labels):
+    if len(kept) < size:
         domain = domain.subset(kept.tolist())
     if not options.changes_images or not isinstance(domain.samples, TensorDataset):
         return domain
-    images, labels = domain.samples.tensors
+    images, *labels = domain.samples.tensors
     changed = torch.cat([options.apply(part) for part in torch.split(images, 4096)])
-    return Domain(domain.name, TensorDataset(changed, labels), domain.classes, labels, domain.split)
+    return Domain(domain.name, TensorDataset(changed, *labels), domain.classes, domain.labels, domain.split)
 
 
 InMemory = tuple[Tensor, Tensor, tuple[str, ...]]
@@ -148,10 +153,10 @@ _IN_MEMORY: dict[str, Callable[[Split, Path], InMemory]] = {
 }
 
 
-class _Images(Dataset[tuple[Tensor, int]]):
-    """Image files, decoded when asked for: uint8 tensors of shape `(channels, height, width)`."""
+class _Images(Dataset[Any]):
+    """Image files, decoded when asked for: uint8 tensors of shape `(channels, height, width)`, with labels if any."""
 
-    def __init__(self, files: list[tuple[str, int]], options: Options) -> None:
+    def __init__(self, files: list[tuple[str, int | None]], options: Options) -> None:
         self.files = files
         self.options = options
         self.shape: tuple[int, ...] | None = None
@@ -159,7 +164,7 @@ class _Images(Dataset[tuple[Tensor, int]]):
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> Tensor | tuple[Tensor, int]:
         from PIL import Image, UnidentifiedImageError
         from torchvision.transforms.v2.functional import pil_to_tensor
 
@@ -176,7 +181,7 @@ class _Images(Dataset[tuple[Tensor, int]]):
                 f"{path} has shape {tuple(image.shape)} and the images before it {self.shape}; "
                 "make them alike with ?size=PIXELS"
             )
-        return image, label
+        return image if label is None else (image, label)
 
 
 def _image_folder(address: Address, root: Path, split: Split, options: Options) -> Domain:
@@ -201,6 +206,21 @@ def _image_folder(address: Address, root: Path, split: Split, options: Options) 
         raise DataError(f"{folder} holds no images. Expected a folder for each class, with images in it")
     labels = torch.tensor([label for _, label in files], dtype=torch.long)
     return Domain(str(address), _Images(files, options), tuple(classes), labels, split if len(splits) == 2 else None)
+
+
+def _images(address: Address, root: Path, options: Options) -> Domain:
+    """All the images under a folder, however deep, without labels: logged inputs, say."""
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    for option in ("split", "classes"):
+        if getattr(options, option) is not None:
+            raise UsageError(f"{address}: images have no {option}, for they have no labels; imagefolder:PATH has")
+    if not root.is_dir():
+        raise DataError(f"there is no folder {root}, which {address} names")
+    files = sorted(str(path) for path in root.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS and path.is_file())
+    if not files:
+        raise DataError(f"{root} holds no images, in itself or in any folder of it")
+    return Domain(str(address), _Images([(path, None) for path in files], options))
 
 
 def _folders_in(folder: Path) -> list[str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import fnmatch
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -26,11 +27,14 @@ from ewc_finetune.data.sources import resolve_domain
 from ewc_finetune.devices import choose_device, on_device, random_state_kept
 from ewc_finetune.errors import UsageError
 from ewc_finetune.files import beside, check_output
+from ewc_finetune.inputs import count, take
 from ewc_finetune.likelihood import get_likelihood
 from ewc_finetune.modes import normalisation_layers
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.provenance import Provenance
 from ewc_finetune.verbs.prepare import prepare
+
+DEFAULT_RTOL = 0.02
 
 
 def consolidate(
@@ -39,8 +43,10 @@ def consolidate(
     *,
     architecture: str | None = None,
     name: str | None = None,
-    estimator: Estimator = "exact",
-    samples: int | None = None,
+    estimator: Estimator = "auto",
+    draws: int = 1,
+    samples: int | Literal["auto"] | None = None,
+    rtol: float = DEFAULT_RTOL,
     batch_size: int = 200,
     likelihood: LikelihoodName = "categorical",
     exclude: Sequence[str] = (),
@@ -58,11 +64,16 @@ def consolidate(
 
     Args:
         model: A module or a checkpoint file.
-        data: The data it was trained on: a data spec (its train split unless it says), dataset or loader.
+        data: The data it was trained on: a data spec (its train split unless it says), dataset or loader. It needs no
+            labels, but for the `empirical` and `batched` estimators.
         architecture: What to build for a checkpoint that doesn't carry it; recorded in the anchor.
         name: What to call the domain; the kind of data unless given.
-        estimator: Whose labels the Fisher uses; `exact` is the expectation over the model's own predictions.
-        samples: Use a random subset of so many (the first so many of a loader's); all unless given.
+        estimator: Whose labels the Fisher uses; `exact` is the expectation over the model's own predictions, `sampled`
+            draws from them. `auto` is exact for up to 32 outputs and sampled beyond.
+        draws: How many labels `sampled` draws for each sample.
+        samples: Use a random subset of so many (the first so many of a loader's); all unless given. `auto` goes on, in
+            random order, until the standard error of the trace is `rtol` of it.
+        rtol: See `samples`.
         batch_size: Samples at once; matters to the result for `batched` alone.
         likelihood: How outputs become log p(y | x).
         exclude: Patterns (`head.*`) of parameters to leave free.
@@ -84,8 +95,12 @@ def consolidate(
     if output is not None:
         check_output(Path(output), overwrite, [model])
     check_choice("estimator", estimator, ESTIMATORS)
-    if samples is not None and samples < 1:
+    if isinstance(samples, str) and samples != "auto":
+        raise UsageError(f"samples is {samples!r}; expected a number or auto")
+    if isinstance(samples, int) and samples < 1:
         raise UsageError(f"samples is {samples}; expected at least 1")
+    if not 0 < rtol < 1:
+        raise UsageError(f"rtol is {rtol:g}; expected a number between 0 and 1")
     if batch_size < 1:
         raise UsageError(f"batch size is {batch_size}; expected at least 1")
     opened = open_model(model, architecture)
@@ -98,19 +113,27 @@ def consolidate(
     rule = get_likelihood(likelihood)
     excluded = _excluded(opened.model, exclude)
     where = choose_device(device)
-    chosen = _subset(domain, samples, seed)
+    limit = samples if isinstance(samples, int) else None
+    chosen = _subset(domain, limit, seed)
+    # Whoever may stop at any sample must have met them in no particular order.
+    order = torch.Generator().manual_seed(seed) if samples == "auto" else None
+    if order is not None and not domain.indexable:
+        progress.note(f"{domain.name} comes in an order of its own, in which --samples auto takes it")
     fingerprint = Fingerprint()
     with on_device(opened.model, where), random_state_kept(where, seed):
         layout = prepare(opened.model, domain, rule, where, opened.record, progress)
-        with progress.bar(f"Fisher ({estimator})", _count(domain, samples), "sample") as bar:
+        with progress.bar("Fisher", _count(domain, limit), "sample") as bar:
             found = diagonal_fisher(
                 opened.model,
-                feed(_taken(chosen.batches(batch_size), samples, fingerprint), layout, opened.model, where),
+                feed(_taken(chosen.batches(batch_size, order), limit, fingerprint), layout, opened.model, where),
                 rule,
                 estimator,
                 parameters={n: p for n, p in opened.model.named_parameters() if n not in excluded},
+                draws=draws,
+                rtol=rtol if samples == "auto" else None,
                 generator=torch.Generator().manual_seed(seed),
                 bar=bar,
+                note=progress.note,
             )
         progress.note(found.path)
         provenance = Provenance(
@@ -130,8 +153,10 @@ def consolidate(
                 "fingerprint": fingerprint.hexdigest(),
             },
             likelihood=likelihood,
-            estimator=estimator,
+            estimator=found.estimator,
+            draws=draws if found.estimator == "sampled" else None,
             samples=found.samples,
+            standard_error=None if found.standard_error is None else asdict(found.standard_error),
             batch_size=batch_size,
             seed=seed,
             excluded=excluded,
@@ -186,12 +211,12 @@ def _taken(batches: Iterable[Batch], samples: int | None, fingerprint: Fingerpri
     """Pass on batches until so many samples are taken, and take their fingerprint."""
     left = samples
     for batch_inputs, batch_labels in batches:
-        inputs = batch_inputs[:left]
+        inputs = take(batch_inputs, slice(left))
         labels = None if batch_labels is None else batch_labels[:left]
         fingerprint.update(inputs, labels)
         yield inputs, labels
         if left is not None:
-            left -= len(inputs)
+            left -= count(inputs)
             if left == 0:
                 return
 

@@ -17,6 +17,7 @@ from ewc_finetune.data.layout import Layout, feed
 from ewc_finetune.data.sources import resolve_domains
 from ewc_finetune.devices import choose_device, on_device, random_state_kept
 from ewc_finetune.errors import DataError, NonFiniteError, UsageError
+from ewc_finetune.inputs import call
 from ewc_finetune.likelihood import Likelihood, get_likelihood
 from ewc_finetune.modes import evaluating
 from ewc_finetune.progress import Bar, Progress, Silent
@@ -31,13 +32,19 @@ class Score:
         domain: The data spec.
         samples: How many samples were scored.
         loss: Mean negative log-likelihood, in nats.
-        accuracy: Share of samples that the model gets right, 0 to 1.
+        accuracy: Share of samples that the model gets right, 0 to 1 (of a sample's tokens or answers, the mean share);
+            None where nothing is right or wrong (gaussian).
     """
 
     domain: str
     samples: int
     loss: float
-    accuracy: float
+    accuracy: float | None
+
+    @property
+    def main(self) -> str:
+        """The figure to look at first, for people."""
+        return f"{self.accuracy:.4f}" if self.accuracy is not None else f"loss {self.loss:.4f}"
 
 
 def evaluate(
@@ -99,16 +106,16 @@ def score(
         DataError: if the domain has no labels, or labels that the model has no outputs for.
         NonFiniteError: if the loss is not finite.
     """
-    samples, loss, correct = 0, 0.0, 0
+    samples, loss, right = 0, 0.0, 0.0
     with evaluating(model):
         for inputs, labels in feed(domain.batches(batch_size), layout, model, device):
             if labels is None:
                 raise DataError(f"{domain.name} has no labels, and a score needs them")
-            outputs = model(inputs)
+            outputs = call(model, inputs)
             if domain.labels is None:
                 likelihood.check_targets(labels, tuple(outputs.shape[1:]), domain.name)
             loss += likelihood.loss(outputs, labels).item() * len(labels)
-            correct += int(likelihood.correct(outputs, labels))
+            right += likelihood.right(outputs, labels).item()
             samples += len(labels)
             if bar is not None:
                 bar.advance(len(labels))
@@ -116,4 +123,5 @@ def score(
         raise DataError(f"{domain.name} has no samples")
     if not math.isfinite(loss):
         raise NonFiniteError(f"{domain.name}: the model's loss is {loss}. Check its weights and the data's values")
-    return Score(domain.name, samples, loss / samples, correct / samples)
+    accuracy = right / samples if likelihood.metric is not None else None
+    return Score(domain.name, samples, loss / samples, accuracy)

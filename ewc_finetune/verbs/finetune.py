@@ -243,7 +243,14 @@ def _start(
         raise CheckpointError(f"there is no checkpoint at {model}, and it names no architecture either: {FORMS}")
     if architecture is not None:
         raise UsageError(f"--model {model} is an architecture already; --arch says what a checkpoint file holds")
-    return open_fresh(str(model), tuple(domain.first().shape[1:]), domain.count_classes(), seed), True
+    return open_fresh(str(model), _sample_shape(domain), domain.count_classes(), seed), True
+
+
+def _sample_shape(domain: Domain) -> tuple[int, ...]:
+    sample = domain.first()
+    if not isinstance(sample, torch.Tensor):
+        raise UsageError(f"{domain.name} has dictionaries of tensors; build the model and pass it as a module")
+    return tuple(sample.shape[1:])
 
 
 def _watched(

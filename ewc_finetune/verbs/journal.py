@@ -68,7 +68,7 @@ class Journal:
         ]
         self.log({"step": step, "epoch": epoch, "scores": {s.domain: asdict(s) for s in self.scores}})
         if self.scores:
-            self.progress.note(f"epoch {epoch}: " + ", ".join(f"{s.domain} {s.accuracy:.4f}" for s in self.scores))
+            self.progress.note(f"epoch {epoch}: " + ", ".join(f"{s.domain} {s.main}" for s in self.scores))
         return self.scores
 
     def epoch_done(self, epoch: int, step: int) -> None:

@@ -1,0 +1,249 @@
+"""What a model does with its parameters, seen while it runs.
+
+A `Capture` is a mode of torch: while it is active, every function of torch that the model calls passes through it. It
+reports each call that passes parameters to a function with a rule, and notes every other use of a parameter. Unlike
+hooks on modules it sees functional calls, a weight that is used twice or read out through another module, and the
+projections inside attention; activations that work in place don't disturb it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules import module as module_hooks
+from torch.overrides import TorchFunctionMode
+
+from ewc_finetune.curvature.rules import FUNCTION_RULES, MODULE_RULES, Maker
+from ewc_finetune.curvature.stacking import Stack
+from ewc_finetune.curvature.uses import Custom
+from ewc_finetune.errors import ArchitectureError
+
+# Composed of functions that have rules; seen from outside it would hide them.
+_TRANSPARENT = (functional.multi_head_attention_forward,)
+_DROPOUT = (
+    functional.dropout,
+    functional.dropout1d,
+    functional.dropout2d,
+    functional.dropout3d,
+    functional.alpha_dropout,
+    functional.feature_alpha_dropout,
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call with parameters that a rule knows.
+
+    Attributes:
+        function: Its name, or the class of the module that has a rule.
+        makers: For each of the parameters, by name, what makes its use.
+        output: What came out.
+        first: Whether no gradient flows on to what went in.
+    """
+
+    function: str
+    makers: dict[str, Maker]
+    output: Tensor
+    first: bool
+
+    @property
+    def signature(self) -> tuple[str, tuple[str, ...]]:
+        """What the same call has in common from batch to batch."""
+        return self.function, tuple(self.makers)
+
+
+class Capture(TorchFunctionMode):
+    """Report what is done with parameters while a model runs.
+
+    Args:
+        model: The model that will run.
+        parameters: The parameters to look for, by name.
+        report: Called with every call that a rule knows, right after it.
+
+    Attributes:
+        unknown: Parameters that were used in a way no rule knows, each with the function.
+        seen: Parameters that were used at all.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor], report: Callable[[Call], None]) -> None:
+        super().__init__()
+        self.unknown: dict[str, str] = {}
+        self.seen: set[str] = set()
+        self._model = model
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._module_names = {id(module): name for name, module in model.named_modules()}
+        self._report = report
+        self._inside: list[str] = []  # the modules that are running, outermost first
+        self._hidden = 0  # how many modules with a rule of their own are running
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _TRANSPARENT:
+            with self:
+                return _unguarded(func)(*args, **kwargs)
+        rule = FUNCTION_RULES.get(func)
+        if rule is None or self._hidden or not self._tracked(args, kwargs):
+            if func in _DROPOUT or func is functional.scaled_dot_product_attention:
+                self._refuse_randomness(func, args, kwargs)
+            elif func is functional.batch_norm:
+                self._refuse_batch_statistics(args, kwargs)
+            result = func(*args, **kwargs)
+            if not self._hidden:
+                self._note(func, result, args, kwargs)
+            return result
+        if func is functional.batch_norm:
+            self._refuse_batch_statistics(args, kwargs)
+        output = func(*args, **kwargs)
+        if isinstance(output, Tensor) and output.requires_grad:
+            makers: dict[str, Maker] = {}
+            with torch.no_grad():
+                try:
+                    found = [(self._names.get(id(p)), maker) for p, maker in rule(output, *args, **kwargs)]
+                except (TypeError, ValueError):  # a form of the call that the rule doesn't take
+                    self._note(func, output, args, kwargs)
+                    return output
+            for name, maker in found:
+                if name is None:
+                    continue
+                self.seen.add(name)
+                if maker is None or name in makers:
+                    self.unknown.setdefault(name, _name(func))
+                else:
+                    makers[name] = maker
+            if makers:
+                self._report(Call(_name(func), makers, output, not self._flows_on(args)))
+        return output
+
+    def _tracked(self, args: Any, kwargs: Any) -> bool:
+        names = self._names
+        return any(id(arg) in names for arg in args) or any(id(arg) in names for arg in kwargs.values())
+
+    def _flows_on(self, args: Any) -> bool:
+        return any(tensor.requires_grad and id(tensor) not in self._names for tensor in _tensors(args))
+
+    @contextmanager
+    def running(self, name_modules: bool = False) -> Iterator[None]:
+        """Watch the model within this context; errors name the module only if asked to, for that costs time."""
+        if not name_modules and not any(type(module) in MODULE_RULES for module in self._model.modules()):
+            with self:
+                yield
+            return
+        before = module_hooks.register_module_forward_pre_hook(self._enter)
+        after = module_hooks.register_module_forward_hook(self._leave)
+        try:
+            with self:
+                yield
+        finally:
+            before.remove()
+            after.remove()
+            self._inside.clear()
+            self._hidden = 0
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._inside.append(self._module_names.get(id(module), type(module).__name__))
+        if type(module) in MODULE_RULES:
+            self._hidden += 1
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._inside:
+            self._inside.pop()
+        if type(module) not in MODULE_RULES:
+            return
+        self._hidden -= 1
+        names = {self._names[id(p)]: name for name, p in module.named_parameters(recurse=True) if id(p) in self._names}
+        if self._hidden or not names:
+            return
+        self.seen.update(names)
+        if not isinstance(output, Tensor):
+            self.unknown |= dict.fromkeys(names, type(module).__name__)
+        elif output.requires_grad:
+            first = not self._flows_on(args)
+            self._report(Call(type(module).__name__, _custom(module, args, names), output, first))
+
+    def _note(self, func: Any, result: Any, args: Any, kwargs: Any) -> None:
+        """Note the parameters among the arguments, if the result can be differentiated by them."""
+        names = [name for tensor in _tensors((args, kwargs)) if (name := self._names.get(id(tensor)))]
+        if names and any(t.requires_grad and id(t) not in self._names for t in _tensors(result)):
+            self.seen.update(names)
+            for name in names:
+                self.unknown.setdefault(name, _name(func))
+
+    def _where(self) -> str:
+        return f"module {self._inside[-1]}" if self._inside and self._inside[-1] else "the model itself"
+
+    def _refuse_randomness(self, func: Any, args: Any, kwargs: Any) -> None:
+        if func in _DROPOUT:
+            p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+            training = args[2] if len(args) > 2 else kwargs.get("training", func is not functional.alpha_dropout)
+        else:
+            p, training = (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)), True
+        if training and p > 0:
+            raise ArchitectureError(
+                f"{self._where()} drops values at random (p = {p}) although the model is in eval mode: a sample has no "
+                "gradient of its own then. Pass training=self.training to dropout"
+            )
+
+    def _refuse_batch_statistics(self, args: Any, kwargs: Any) -> None:
+        if args[5] if len(args) > 5 else kwargs.get("training", False):
+            raise ArchitectureError(
+                f"{self._where()} normalises with the statistics of the batch although the model is in eval mode: it "
+                "has no running statistics, or is kept in training mode. The gradient of a single sample is not "
+                "defined then. Give it running statistics (track_running_stats=True), or use group or layer norm"
+            )
+
+
+def _custom(module: nn.Module, args: tuple[Any, ...], names: Mapping[str, str]) -> dict[str, Maker]:
+    """Return makers for a module's parameters, `names` from the model's name to the module's."""
+    rule = MODULE_RULES[type(module)]
+    inputs = tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in args)
+    latest: list[tuple[Tensor, Mapping[str, Tensor]]] = []
+
+    def found(gradient: Tensor, name: str) -> Tensor:
+        # One call serves all the module's parameters.
+        if not latest or latest[0][0] is not gradient:
+            latest[:] = [(gradient, rule(module, inputs, gradient.flatten(0, 1)))]
+        per_row = latest[0][1][name]
+        return per_row if gradient.shape[1] == 1 else torch.unflatten(per_row, 0, gradient.shape[:2]).sum(dim=1)
+
+    def maker(own: str) -> Maker:
+        shape = dict(module.named_parameters())[own].shape
+
+        def make(stack: Stack) -> Custom:
+            if stack.stacking.dim != 0 or stack.stacking.minor:
+                raise ValueError(f"the batch is not the first dimension of what {type(module).__name__} returns")
+            return Custom(shape, stack.batch, lambda gradient: found(gradient, own))
+
+        return make
+
+    return {name: maker(own) for name, own in names.items()}
+
+
+@lru_cache
+def _unguarded(function: Any) -> Any:
+    """Return a copy of a function of torch.nn.functional that doesn't hand itself to the active mode."""
+    scope = {**function.__globals__, "has_torch_function": lambda _: False}
+    copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", function))

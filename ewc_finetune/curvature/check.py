@@ -1,0 +1,51 @@
+"""For tests of one's own rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ewc_finetune.curvature.rules import MODULE_RULES
+
+
+def check_rule(module: nn.Module, *inputs: Any, tolerance: float = 1e-8) -> None:
+    """Compare the rule that is registered for a module's class with autograd, one sample at a time.
+
+    Args:
+        module: In the mode it is used in; best in float64.
+        inputs: Its positional arguments, tensors with the batch in the first dimension (2 samples or more).
+        tolerance: How far a parameter's gradients may differ, relative to their norm.
+
+    Raises:
+        AssertionError: naming the parameter and by how much it differs.
+        KeyError: if no rule is registered for the class.
+    """
+    if type(module) not in MODULE_RULES:
+        raise KeyError(f"no rule is registered for {type(module).__name__}; see register_rule")
+    parameters = dict(module.named_parameters())
+    with torch.enable_grad():
+        outputs = module(*inputs)
+    vectors = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(outputs)
+    with torch.no_grad():
+        found = MODULE_RULES[type(module)](module, inputs, vectors)
+    batch = len(outputs)
+    expected: dict[str, list[Tensor]] = {name: [] for name in parameters}
+    for n in range(batch):
+        with torch.enable_grad():
+            single = module(*(i[n : n + 1] if isinstance(i, Tensor) else i for i in inputs))
+        gradients = torch.autograd.grad(single, list(parameters.values()), vectors[n : n + 1], allow_unused=True)
+        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+            expected[name].append(torch.zeros_like(parameter) if gradient is None else gradient)
+    for name, each in expected.items():
+        truth = torch.stack(each)
+        if name not in found:
+            raise AssertionError(f"{name}: the rule gives no gradient for it")
+        if found[name].shape != truth.shape:
+            raise AssertionError(
+                f"{name}: the rule's gradients have shape {tuple(found[name].shape)}; expected {tuple(truth.shape)}"
+            )
+        difference = (found[name] - truth).norm() / truth.norm().clamp(min=1e-300)
+        if not difference <= tolerance:
+            raise AssertionError(f"{name}: the rule and autograd differ by {difference:.1e}, relative to the norm")

@@ -1,0 +1,107 @@
+"""Squared per-sample gradients for parameters that no rule reaches, for any module that autograd can follow.
+
+The functions have one signature:
+
+    (model, parameters, inputs, factors) -> {name: (sum over n and m of (J_n^T s_mn)^2, its sum for each sample)}
+
+`parameters` are the tensors to differentiate by, `inputs` one batch on their device, and `factors` the vectors of
+`Likelihood.factors`, stacked: shape `(M, batch, *output)`. The model is only read: gradients go to nobody's `.grad`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
+
+from ewc_finetune.curvature.ruled import Squares, differentiable
+from ewc_finetune.curvature.uses import wide
+from ewc_finetune.inputs import Inputs, arguments, call, count, each, outputs_of, take
+
+Fallback = Callable[[nn.Module, Mapping[str, Tensor], Inputs, Tensor], Squares]
+
+# Per-sample gradients larger than this leave the cache, or the allocator's reuse of memory, and cost twice the time.
+_CPU_BYTES = 24 << 20
+_ACCELERATOR_BYTES = 1 << 30
+
+
+def chunk_size(parameters: Mapping[str, Tensor]) -> int:
+    """Return how many samples' gradients of the largest parameter fit the budget of `vectorised`."""
+    largest = max(parameters.values(), key=torch.Tensor.numel)
+    budget = _CPU_BYTES if largest.device.type == "cpu" else _ACCELERATOR_BYTES
+    return max(1, min(512, budget // (4 * max(largest.numel(), 1))))
+
+
+def refusal(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, factors: Tensor) -> str | None:
+    """Say why `vmap` cannot follow this model (data-dependent control flow, say), or None when it can."""
+    try:
+        vectorised(model, parameters, take(inputs, slice(1)), factors[:, :1])
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - TorchScript and torch.func raise what they like
+        return str(error).strip().partition("\n")[0][:200]
+    return None
+
+
+def vectorised(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, factors: Tensor) -> Squares:
+    """All samples of the batch at once, by `vmap`; holds one gradient per sample, in float32 when squared."""
+
+    def squares(values: dict[str, Tensor], sample: Inputs, vectors: Tensor) -> dict[str, Tensor]:
+        args, kwargs = arguments(model, each(lambda tensor: tensor[None], sample))
+        outputs, pull_back, *_ = vjp(lambda p: outputs_of(functional_call(model, p, args, kwargs))[0], values)
+        total: dict[str, Tensor] = {}
+        for vector in vectors:
+            (gradients,) = pull_back(vector.to(outputs.dtype))
+            for name, gradient in gradients.items():
+                g = wide(gradient)
+                total[name] = g * g if name not in total else torch.addcmul(total[name], g, g)
+        return total
+
+    values = {name: parameter.detach() for name, parameter in parameters.items()}
+    with differentiable(model, {}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop because we have not yet implemented")
+        per_sample = vmap(squares, in_dims=(None, 0, 1))(values, inputs, factors)
+    return {name: (value.sum(dim=0), value.reshape(len(value), -1).sum(dim=1)) for name, value in per_sample.items()}
+
+
+def one_at_a_time(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, factors: Tensor) -> Squares:
+    """One sample and one vector after the other, by ordinary autograd: slow, and right where `vmap` refuses."""
+    total = {name: torch.zeros_like(wide(p.detach())) for name, p in parameters.items()}
+    by_sample = {name: total[name].new_zeros(count(inputs)) for name in parameters}
+    with differentiable(model, parameters):
+        for n in range(count(inputs)):
+            outputs = call(model, take(inputs, slice(n, n + 1)))
+            for vectors in factors[:, n : n + 1]:
+                for name, g in gradients_of(outputs, parameters, vectors).items():
+                    total[name].addcmul_(g, g)
+                    by_sample[name][n] += torch.linalg.vector_norm(g).square()
+    return {name: (total[name], by_sample[name]) for name in parameters}
+
+
+def batch_mean(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, factors: Tensor) -> Squares:
+    """Square of the batch's mean gradient, times the batch size: not a Fisher, but what published code computes.
+
+    The factor makes it a sum over samples like the others, so that dividing by their number gives the mean over
+    batches, each weighted by its size. No sample has a part of its own; the sum for each is that of all, shared out.
+    """
+    size = count(inputs)
+    total = {name: torch.zeros_like(wide(p.detach())) for name, p in parameters.items()}
+    with differentiable(model, parameters):
+        outputs = call(model, inputs)
+        for vectors in factors:
+            for name, g in gradients_of(outputs, parameters, vectors / size).items():
+                total[name].addcmul_(g, g, value=size)
+    return {name: (value, (value.sum() / size).expand(size)) for name, value in total.items()}
+
+
+def gradients_of(outputs: Tensor, parameters: Mapping[str, Tensor], vector: Tensor) -> dict[str, Tensor]:
+    """Return the gradients of `outputs . vector` by the parameters that it depends on, in float32 or wider."""
+    if not outputs.requires_grad:
+        return {}
+    found = torch.autograd.grad(
+        outputs, list(parameters.values()), vector.to(outputs.dtype), retain_graph=True, allow_unused=True
+    )
+    return {name: wide(g) for name, g in zip(parameters, found, strict=True) if g is not None}

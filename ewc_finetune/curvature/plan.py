@@ -1,0 +1,253 @@
+"""Which way each parameter's gradients are taken: found out, and proved, on the first samples of a pass.
+
+The model is run for two samples, each alone and both together. That shows which operations use each parameter, where
+the batch is in every one of them, and whether the samples leave each other alone. Then the rules are compared with
+plain autograd on these samples. A parameter keeps its rules only if they agree: what is not understood is slow, never
+wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ewc_finetune.curvature.capture import Call, Capture
+from ewc_finetune.curvature.fallback import gradients_of
+from ewc_finetune.curvature.ruled import Course, CourseChangedError, RuledPass, differentiable
+from ewc_finetune.curvature.stacking import Stack, Stacking, find_stacking
+from ewc_finetune.curvature.uses import Workspace, wide
+from ewc_finetune.errors import ArchitectureError
+from ewc_finetune.inputs import Inputs, call, count, each, take
+from ewc_finetune.likelihood import Factors
+
+Signature = tuple[str, tuple[str, ...]]
+
+# How far rules and autograd may differ, in the norm of a parameter's squares: rounding differs with the batch, and a
+# ReLU may fall on its other side.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
+_HALF_TOLERANCE = 0.2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the gradients of each parameter are taken.
+
+    Attributes:
+        ruled: Parameters with a rule for every use.
+        rest: Parameters without, each with the reason.
+        unused: Parameters that the outputs don't depend on; their Fisher is zero.
+        course: The calls to expect of the model, for `RuledPass`.
+        output_shape: Of the outputs for one sample.
+        mutates: Whether the model changes its own inputs in place, and needs a fresh copy each time.
+    """
+
+    ruled: tuple[str, ...]
+    rest: dict[str, str]
+    unused: tuple[str, ...]
+    course: Course
+    output_shape: tuple[int, ...]
+    mutates: bool = False
+
+
+@dataclass
+class _Run:
+    """What one run of the model showed."""
+
+    outputs: Tensor
+    calls: list[tuple[Signature, Tensor, Call]]
+    capture: Capture
+    mutates: bool
+
+
+def make_plan(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs) -> Plan:
+    """Look at the model on the first two of these samples (twice the first, if it is alone).
+
+    Args:
+        model: In eval mode.
+        parameters: Those that gradients are wanted by.
+        inputs: Samples.
+
+    Raises:
+        ArchitectureError: if the model leaves dropout on or takes the statistics of the batch, if a sample's outputs
+            depend on the others, or if autograd cannot follow it.
+    """
+    two = (
+        take(inputs, slice(2))
+        if count(inputs) > 1
+        else each(lambda tensor: tensor.repeat(2, *[1] * (tensor.ndim - 1)), inputs)
+    )
+    state = _random_state(two)
+    with differentiable(model, parameters):
+        singles = [_run(model, parameters, take(two, slice(n, n + 1))) for n in range(2)]
+        together = _run(model, parameters, two)
+        if not torch.equal(state, _random_state(two)):
+            raise ArchitectureError(
+                "the model draws random numbers in eval mode: a sample has no gradient of its own then. Let what is "
+                "random depend on self.training"
+            )
+        _check_independence(model, together.outputs, [single.outputs for single in singles])
+        # Any vectors would do; these are the same each time.
+        generator = torch.Generator().manual_seed(0)
+        vectors = torch.randn(together.outputs.shape, generator=generator, dtype=torch.float64).to(together.outputs)
+        truth, reached = _by_autograd(parameters, singles, vectors)
+    opaque = _opaque(model, parameters)
+    rest = {**together.capture.unknown, **opaque}
+    rest |= dict.fromkeys(reached - together.capture.seen - set(rest), "is used where torch's functions don't show it")
+    course, lost = _course(singles, together, set(parameters) - set(rest))
+    rest |= lost
+    unused = tuple(n for n in parameters if n not in rest and n not in reached)
+    ruled = {name: p for name, p in parameters.items() if name not in rest and name in reached}
+    wrong = _disagreeing(model, ruled, _narrow(course, set(ruled)), two, vectors, truth)
+    rest |= dict.fromkeys(wrong, "rules and autograd differ")
+    ruled = {name: p for name, p in ruled.items() if name not in wrong}
+    return Plan(
+        ruled=tuple(ruled),
+        rest={name: reason for name, reason in rest.items() if name in parameters},
+        unused=unused,
+        course=_narrow(course, set(ruled)),
+        output_shape=tuple(together.outputs.shape[1:]),
+        mutates=together.mutates,
+    )
+
+
+def _run(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs) -> _Run:
+    calls: list[tuple[Signature, Tensor, Call]] = []
+    # The output is copied, for what comes next may change it in place.
+    capture = Capture(
+        model, parameters, lambda made: calls.append((made.signature, made.output.detach().clone(), made))
+    )
+    copy = each(torch.clone, inputs)
+    with capture.running(name_modules=True):
+        outputs = call(model, copy)
+    changed = {tensor._version for tensor in ([copy] if isinstance(copy, Tensor) else copy.values())} != {0}
+    return _Run(outputs, calls, capture, changed)
+
+
+def _random_state(inputs: Inputs) -> Tensor:
+    """Return the state of the random number generators that the model would draw from."""
+    device = (inputs if isinstance(inputs, Tensor) else next(iter(inputs.values()))).device
+    states = [torch.get_rng_state()]
+    if device.type in ("cuda", "mps"):
+        states.append(getattr(torch, device.type).get_rng_state())
+    return torch.cat(states)
+
+
+def _check_independence(model: nn.Module, together: Tensor, singles: list[Tensor]) -> None:
+    """Refuse a model for which a sample's gradient is not defined, since the rest of its batch has a say."""
+    if any(single.shape[1:] != together.shape[1:] for single in singles):
+        seen = f"shape {tuple(singles[0].shape[1:])} alone and {tuple(together.shape[1:])} with another"
+    else:
+        alone = torch.cat([single.detach() for single in singles])
+        rounding = 1e-4 if together.dtype in (torch.float32, torch.float64) else 5e-2
+        difference = wide(together.detach() - alone).abs().max().item()
+        scale = wide(together.detach()).abs().max().clamp(min=1e-6).item()
+        if not difference > rounding * scale:  # NaN is somebody else's to report
+            return
+        seen = f"they differ by {difference:.2g}, where the largest is {scale:.2g}"
+    layers = [name for name, m in model.named_modules() if getattr(m, "track_running_stats", True) is False]
+    hint = f"it has normalisation without running statistics: {', '.join(layers)}; " if layers else ""
+    raise ArchitectureError(
+        f"the model's outputs for a sample change with the other samples of its batch ({hint}{seen}); the Fisher is "
+        "made of single samples' gradients, which such a model does not have"
+    )
+
+
+def _by_autograd(
+    parameters: Mapping[str, Tensor], singles: list[_Run], vectors: Tensor
+) -> tuple[dict[str, Tensor], set[str]]:
+    """Return the sum of squared gradients of the single samples, and the parameters that any gradient reached."""
+    truth = {name: torch.zeros_like(wide(p.detach())) for name, p in parameters.items()}
+    reached: set[str] = set()
+    for n, single in enumerate(singles):
+        try:
+            gradients = gradients_of(single.outputs, parameters, vectors[n : n + 1])
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            reason = str(error).strip().partition("\n")[0]
+            raise ArchitectureError(f"autograd cannot differentiate this model: {reason}") from error
+        for name, gradient in gradients.items():
+            reached.add(name)
+            truth[name].addcmul_(gradient, gradient)
+    return truth, reached
+
+
+def _opaque(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the parameters of TorchScript modules, which do what they do unseen."""
+    inside = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, (torch.jit.ScriptModule, torch.jit.ScriptFunction))
+        for parameter in module.parameters()
+    }
+    return {name: "belongs to a TorchScript module" for name, p in parameters.items() if id(p) in inside}
+
+
+def _course(
+    singles: list[_Run], together: _Run, names: set[str]
+) -> tuple[list[tuple[Signature, Stacking | None]], dict[str, str]]:
+    """Find how each call holds its samples, and the parameters of calls in which that cannot be told."""
+    course: list[tuple[Signature, Stacking | None]] = []
+    lost: dict[str, str] = {}
+    signatures = [signature for signature, _, _ in together.calls]
+    if any([signature for signature, _, _ in single.calls] != signatures for single in singles):
+        return [], dict.fromkeys(names, "the model does other things for other samples")
+    for n, (signature, output, made) in enumerate(together.calls):
+        function, used = signature
+        stacking = find_stacking(output, [single.calls[n][1] for single in singles])
+        course.append((signature, stacking))
+        for name in names.intersection(used):
+            if stacking is None:
+                lost[name] = f"{function} gives all samples the same"
+                continue
+            try:
+                made.makers[name](Stack(stacking, len(singles)))
+            except (RuntimeError, ValueError, IndexError) as error:
+                lost[name] = f"{function}: {str(error).partition(chr(10))[0][:100]}"
+    return course, lost
+
+
+def _narrow(course: Sequence[tuple[Signature, Stacking | None]], names: set[str]) -> Course:
+    """Keep the calls with any of these parameters, and of those calls these parameters."""
+    kept = (((f, tuple(name for name in used if name in names)), stacking) for (f, used), stacking in course)
+    return tuple((signature, stacking) for signature, stacking in kept if signature[1] and stacking is not None)
+
+
+def _disagreeing(
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    course: Course,
+    inputs: Inputs,
+    vectors: Tensor,
+    truth: Mapping[str, Tensor],
+) -> set[str]:
+    """Return the parameters whose squares by the rules are not those by autograd."""
+    if not parameters:
+        return set()
+    try:
+        with (
+            differentiable(model, parameters),
+            RuledPass(model, parameters, course, each(torch.clone, inputs), Workspace()) as passed,
+        ):
+            found = passed.squares(Factors(1, lambda _: vectors, lambda: wide(vectors).square()))
+    except torch.OutOfMemoryError:
+        raise
+    except (CourseChangedError, RuntimeError, ValueError, IndexError, KeyError, TypeError):
+        # One rule has failed; the others may be good.
+        alone = [({name: p}, _narrow(course, {name})) for name, p in parameters.items()] if len(parameters) > 1 else []
+        found_alone = [_disagreeing(model, one, part, inputs, vectors, truth) for one, part in alone]
+        return set().union(*found_alone) if alone else set(parameters)
+    wrong = set()
+    largest = max(value.double().norm() for value in truth.values())
+    for name, parameter in parameters.items():
+        expected = truth[name].double()
+        got = found[name][0].double() if name in found else torch.zeros_like(expected)
+        tolerance = _TOLERANCE.get(parameter.dtype, _HALF_TOLERANCE)
+        # A gradient that is nothing but rounding (of a scale before a normalisation, say) cannot be compared.
+        noise = (100 * torch.finfo(parameter.dtype).eps) ** 2 * largest
+        if not (got - expected).norm() <= tolerance * expected.norm() + noise:
+            wrong.add(name)
+    return wrong

@@ -1,0 +1,211 @@
+"""The fast pass: one forward, one backward for each vector, and no weight's gradient in either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from ewc_finetune.curvature.capture import Call, Capture
+from ewc_finetune.curvature.stacking import Stack, Stacking
+from ewc_finetune.curvature.uses import Shared, Use, Workspace, wide
+from ewc_finetune.inputs import Inputs, call, count
+from ewc_finetune.likelihood import Factors
+
+# (sum over samples and vectors of squared gradients, its sum over the parameter for each sample), by parameter
+Squares = dict[str, tuple[Tensor, Tensor]]
+# The signature and stacking of each call with a rule, in the order in which the model makes them
+Course = tuple[tuple[tuple[str, tuple[str, ...]], Stacking], ...]
+
+
+class CourseChangedError(Exception):
+    """The model did something else with its parameters than when it was looked at."""
+
+
+@contextmanager
+def differentiable(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """Have exactly these parameters require a gradient, and all the model's flags as they were afterwards."""
+    chosen = {id(parameter) for parameter in parameters.values()}
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in flags:
+            parameter.requires_grad_(id(parameter) in chosen)
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+
+@dataclass
+class _Watched:
+    """One call, while gradients arrive at its output.
+
+    Attributes:
+        stack: Brings the samples to the front.
+        uses: Of parameters that are used nowhere else, by name.
+        shared: Of the others: which of the parameter's uses this is.
+        squares: Of the gradients, summed over the vectors, where some use needs no more.
+    """
+
+    stack: Stack
+    uses: dict[str, Use] = field(default_factory=dict)
+    shared: dict[str, int] = field(default_factory=dict)
+    squares: Tensor | None = None
+
+    def receive(self, gradient: Tensor, workspace: Workspace) -> None:
+        """Take in the gradient of one vector, stacked."""
+        if any(use.takes_squares(gradient.shape) for use in self.uses.values()):
+            g = wide(gradient)
+            self.squares = g.square() if self.squares is None else self.squares.addcmul_(g, g)
+        for use in self.uses.values():
+            if not use.takes_squares(gradient.shape):
+                use.add(gradient, workspace)
+
+    def finish(self, shape: tuple[int, ...], workspace: Workspace) -> Squares:
+        """Return what the uses found, and let go of what they held; `shape` is the gradients', stacked."""
+        found = {}
+        by_sample = None if self.squares is None else self.squares.reshape(len(self.squares), -1).sum(dim=1)
+        for name, use in self.uses.items():
+            if self.squares is not None and by_sample is not None and use.takes_squares(shape):
+                found[name] = use.from_squares(self.squares, by_sample, workspace)
+            else:
+                found[name] = use.finish(workspace)
+        self.uses, self.squares = {}, None
+        return found
+
+
+class RuledPass:
+    """One batch's way through the model, with the uses of its parameters. A context: it ends with its hooks removed.
+
+    Args:
+        model: In eval mode; `parameters` alone require a gradient (`differentiable`).
+        parameters: Those whose every use has a rule.
+        course: The signature and stacking of each call that is to be expected.
+        inputs: One batch.
+        workspace: To be used again from batch to batch.
+
+    Raises:
+        CourseChangedError: if the model's calls are not the expected ones.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, Tensor],
+        course: Course,
+        inputs: Inputs,
+        workspace: Workspace,
+    ) -> None:
+        self._course = course
+        self._workspace = workspace
+        self._batch = count(inputs)
+        self._ends: list[GradientEdge] = []  # where backward may stop: nothing that is asked for lies beyond
+        self._hooks: list[RemovableHandle] = []
+        self._latest: tuple[_Watched, GradientEdge] | None = None
+        self._uses: dict[str, list[Use]] = {}
+        self._arrived: dict[str, list[Tensor | None]] = {}
+        self._results: Squares = {}
+        self._last = False
+        self._calls = 0
+        self._times = {name: sum(name in names for (_, names), _ in course) for name in parameters}
+        capture = Capture(model, parameters, self._watch)
+        try:
+            with capture.running():
+                self.outputs = call(model, inputs)
+            self._readout = self._find_readout(capture)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> RuledPass:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the hooks: with the graph they make a circle that nothing would ever free."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._latest, self._readout = [], None, None
+        self._uses, self._arrived = {}, {}
+
+    def _watch(self, made: Call) -> None:
+        if self._calls >= len(self._course) or self._course[self._calls][0] != made.signature:
+            raise CourseChangedError
+        watched = _Watched(Stack(self._course[self._calls][1], self._batch))
+        self._calls += 1
+        for name, maker in made.makers.items():
+            use = maker(watched.stack)
+            if self._times[name] == 1:
+                watched.uses[name] = use
+            else:
+                uses = self._uses.setdefault(name, [])
+                watched.shared[name] = len(uses)
+                uses.append(use)
+        edge = get_gradient_edge(made.output)
+        self._hooks.append(made.output.register_hook(self._receiver(watched)))  # type: ignore[no-untyped-call]
+        self._latest = (watched, edge)
+        if made.first:
+            self._ends.append(edge)
+
+    def _find_readout(self, capture: Capture) -> _Watched | None:
+        """Return the call whose output is the model's, if the squares of its gradients are all that it needs."""
+        if self._calls != len(self._course) or capture.unknown:
+            raise CourseChangedError
+        if self._latest is None:
+            return None
+        watched, edge = self._latest
+        if edge.node is not self.outputs.grad_fn or edge.output_nr != self.outputs.output_nr or watched.shared:
+            return None
+        shape = watched.stack(self.outputs.detach()).shape
+        if not all(use.takes_squares(shape) for use in watched.uses.values()):
+            return None
+        self._hooks.pop().remove()
+        self._ends = [end for end in self._ends if end.node is not edge.node]
+        return watched
+
+    def _receiver(self, watched: _Watched) -> Callable[[Tensor], None]:
+        def receive(gradient: Tensor) -> None:
+            stacked = watched.stack(gradient)
+            watched.receive(stacked, self._workspace)
+            if self._last:
+                self._results |= watched.finish(stacked.shape, self._workspace)
+            for name, place in watched.shared.items():
+                self._arrived[name][place] = stacked
+
+        return receive
+
+    @torch.no_grad()
+    def squares(self, factors: Factors) -> Squares:
+        """Run backward from each of the vectors at the outputs, and return the squares by parameter.
+
+        The layer whose output is the model's needs no backward: the sum of the vectors' squares, which the likelihood
+        has in closed form, is all it takes. A parameter that no gradient reached is not in the result.
+        """
+        if self._readout is not None:
+            self._readout.squares = self._readout.stack(factors.squares())
+            self._results |= self._readout.finish(self._readout.squares.shape, self._workspace)
+        shared = {name: Shared(uses) for name, uses in self._uses.items()}
+        for m in range(factors.count if self._ends else 0):
+            self._last = m == factors.count - 1
+            self._arrived = {name: [None] * len(uses) for name, uses in self._uses.items()}
+            torch.autograd.grad(
+                self.outputs,
+                self._ends,
+                factors[m].to(self.outputs.dtype),
+                retain_graph=not self._last,
+                allow_unused=True,
+            )
+            for name, use in shared.items():
+                use.add_all(self._arrived[name], self._workspace)
+        for name, use in shared.items():
+            if use.squares is not None:
+                self._results[name] = use.finish(self._workspace)
+        return self._results

@@ -1,0 +1,345 @@
+"""Which operations the engine knows: what each one's parameters need for their per-sample gradients.
+
+A rule stands for a function of torch that takes parameters. It gets what came out of a call and the call's own
+arguments, and yields each parameter with a maker of its `Use`, or None in its place where it has no answer for this
+parameter in this call. It is keyed by the function and not by a module's class, so it serves every module that calls
+the function, and a parameter that is passed to a function without a rule is seen and goes to the fallback.
+
+For a module of your own, `register_rule`; `check_rule` compares it with autograd.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ewc_finetune.curvature.convolution import Convolution
+from ewc_finetune.curvature.stacking import Stack
+from ewc_finetune.curvature.uses import Dense, DenseSequence, Filter, Lookup, Spread, Use, wide
+
+Maker = Callable[[Stack], Use]
+Rule = Callable[..., Iterator[tuple[Tensor, Maker | None]]]
+# What a parameter multiplies, for some of the samples, once it is known how they are stacked.
+Factor = Callable[[Stack], Callable[[slice], Tensor]]
+ModuleRule = Callable[[nn.Module, tuple[Any, ...], Tensor], Mapping[str, Tensor]]
+
+FUNCTION_RULES: dict[Any, Rule] = {}
+MODULE_RULES: dict[type[nn.Module], ModuleRule] = {}
+
+
+def register_rule(kind: type[nn.Module]) -> Callable[[ModuleRule], ModuleRule]:
+    """Register a rule for the parameters of modules of this class, as a decorator.
+
+    It is needed only for modules that do with their parameters what the engine has no rule for, and that should not
+    take the slower fallback. The rule is called as `rule(module, inputs, gradient)` after each backward pass:
+
+    - `inputs`: the positional arguments of the module's call, with the batch in the first dimension;
+    - `gradient`: the gradient by the module's output, one tensor, with the batch in the first dimension;
+    - it returns, for each of the module's own parameters by name, every sample's gradient, shape
+      `(batch, *parameter.shape)`.
+
+    What the rule says is compared with autograd on the first samples of every pass; where they differ, the fallback is
+    taken. Compare them in your own tests with `check_rule`.
+    """
+
+    def register(rule: ModuleRule) -> ModuleRule:
+        MODULE_RULES[kind] = rule
+        return rule
+
+    return register
+
+
+def _rule(*functions: Any) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
+        FUNCTION_RULES.update(dict.fromkeys(functions, rule))
+        return rule
+
+    return register
+
+
+def _dense(weight: Tensor, inputs: Tensor, transposed: bool = False) -> Maker:
+    def make(stack: Stack) -> Use:
+        stacked = stack(inputs)
+        one_vector = math.prod(stacked.shape[1:-1]) == 1
+        return (Dense if one_vector else DenseSequence)(weight.shape, stacked, transposed)
+
+    return make
+
+
+def _spread(parameter: Tensor, view: Sequence[int], factor: Factor | None = None, scale: Tensor | None = None) -> Maker:
+    """Make the use of a parameter that has the shape `view` where it meets the output."""
+    return lambda stack: Spread(parameter.shape, stack.batch, view, None if factor is None else factor(stack), scale)
+
+
+def _trailing(parameter: Tensor, output: Tensor) -> tuple[int, ...]:
+    """Return the shape that broadcasting gives a parameter: ones in front."""
+    return (1,) * (output.ndim - parameter.ndim) + tuple(parameter.shape)
+
+
+def _channels(parameter: Tensor, output: Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter with one number for each channel, channels being dimension 1."""
+    return (1, parameter.numel(), *(1,) * (output.ndim - 2))
+
+
+def _of(tensor: Tensor) -> Factor:
+    return lambda stack: stack(tensor).__getitem__
+
+
+@_rule(functional.linear)
+def _linear(
+    output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> Iterator[tuple[Tensor, Maker | None]]:
+    yield weight, _dense(weight, input)
+    if bias is not None:
+        yield bias, _spread(bias, _trailing(bias, output))
+
+
+@_rule(torch.addmm)
+def _addmm(output: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor) -> Iterator[tuple[Tensor, Maker | None]]:
+    yield input, _spread(input, _trailing(input, output))
+    yield mat2, _dense(mat2, mat1, transposed=True)
+    yield mat1, None
+
+
+@_rule(torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm)
+def _matmul(output: Tensor, input: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Maker | None]]:
+    yield other, _dense(other, input, transposed=True) if other.ndim == 2 and input.ndim >= 2 else None
+    yield input, None
+
+
+@_rule(functional.embedding)
+def _embedding(
+    output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Iterator[tuple[Tensor, Maker | None]]:
+    if max_norm is not None or scale_grad_by_freq:
+        yield weight, None
+        return
+    padding = None if padding_idx is None else padding_idx % len(weight)
+    yield weight, lambda stack: Lookup(weight.shape, stack(input), padding)
+
+
+def _filters(  # one body for both directions
+    output: Tensor,
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    output_padding: Any,
+    groups: int,
+    transposed: bool,
+) -> Iterator[tuple[Tensor, Maker | None]]:
+    def numbers(value: Any) -> tuple[int, ...]:
+        return (value,) * (weight.ndim - 2) if isinstance(value, int) else tuple(value)
+
+    if bias is not None:
+        yield bias, _spread(bias, _channels(bias, output))
+    stride, dilation = numbers(stride), numbers(dilation)
+    if padding == "valid":
+        padding = 0
+    elif padding == "same":
+        total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        if any(t % 2 for t in total):
+            # Both sides can't be alike; the right one gets more.
+            sides = [side for t in reversed(total) for side in (t // 2, t - t // 2)]
+            inputs, padding = functional.pad(inputs, sides), 0
+        else:
+            padding = [t // 2 for t in total]
+    convolution = Convolution(stride, numbers(padding), dilation, numbers(output_padding), groups, transposed)
+    yield weight, lambda stack: Filter(weight.shape, stack(inputs), convolution)
+
+
+@_rule(functional.conv1d, functional.conv2d, functional.conv3d)
+def _convolution(
+    output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Iterator[tuple[Tensor, Maker | None]]:
+    return _filters(output, input, weight, bias, stride, padding, dilation, 0, groups, transposed=False)
+
+
+@_rule(functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)
+def _transposed_convolution(
+    output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Iterator[tuple[Tensor, Maker | None]]:
+    return _filters(output, input, weight, bias, stride, padding, dilation, output_padding, groups, transposed=True)
+
+
+def _normalised(
+    output: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    view: Callable[[Tensor, Tensor], tuple[int, ...]],
+    normalise: Callable[[], Tensor],
+) -> Iterator[tuple[Tensor, Maker | None]]:
+    """Scale and shift behind a normalisation; `normalise` gives what the scale multiplies (the weight may be 0)."""
+    if bias is not None:
+        yield bias, _spread(bias, view(bias, output))
+    if weight is not None:
+        # Made when the gradient is there, so that it isn't kept beside the input meanwhile.
+        def factor(stack: Stack) -> Callable[[slice], Tensor]:
+            made: list[Tensor] = []
+
+            def part(samples: slice) -> Tensor:
+                if not made:
+                    with torch.no_grad():
+                        made.append(stack(normalise()))
+                return made[0][samples]
+
+            return part
+
+        yield weight, _spread(weight, view(weight, output), factor)
+
+
+@_rule(functional.layer_norm)
+def _layer_norm(
+    output: Tensor,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Iterator[tuple[Tensor, Maker | None]]:
+    return _normalised(output, weight, bias, _trailing, lambda: functional.layer_norm(input, normalized_shape, eps=eps))
+
+
+@_rule(functional.rms_norm)
+def _rms_norm(
+    output: Tensor,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Iterator[tuple[Tensor, Maker | None]]:
+    return _normalised(output, weight, None, _trailing, lambda: functional.rms_norm(input, normalized_shape, eps=eps))
+
+
+@_rule(functional.group_norm)
+def _group_norm(
+    output: Tensor,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Iterator[tuple[Tensor, Maker | None]]:
+    return _normalised(output, weight, bias, _channels, lambda: functional.group_norm(input, num_groups, eps=eps))
+
+
+@_rule(functional.batch_norm)
+def _batch_norm(
+    output: Tensor,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Iterator[tuple[Tensor, Maker | None]]:
+    if bias is not None:
+        yield bias, _spread(bias, _channels(bias, output))
+    if weight is None:
+        return
+    if running_mean is None or running_var is None:
+        yield weight, None
+        return
+    view = _channels(weight, output)
+    mean = running_mean.view(view)
+    # Not by batch_norm itself, which is several times slower than a subtraction.
+    yield (
+        weight,
+        _spread(
+            weight,
+            view,
+            lambda stack: lambda samples: wide(stack(input)[samples]) - mean,
+            wide(running_var + eps).rsqrt(),
+        ),
+    )
+
+
+@_rule(functional.instance_norm)
+def _instance_norm(
+    output: Tensor,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Iterator[tuple[Tensor, Maker | None]]:
+    return _normalised(
+        output,
+        weight,
+        bias,
+        _channels,
+        lambda: functional.instance_norm(
+            input,
+            None if use_input_stats else running_mean,
+            None if use_input_stats else running_var,
+            use_input_stats=use_input_stats,
+            eps=eps,
+        ),
+    )
+
+
+@_rule(functional.prelu, torch.Tensor.prelu)
+def _prelu(output: Tensor, input: Tensor, weight: Tensor) -> Iterator[tuple[Tensor, Maker | None]]:
+    view = _channels(weight, output) if weight.numel() > 1 else (1,) * output.ndim
+    yield weight, _spread(weight, view, lambda stack: lambda samples: stack(input)[samples].clamp(max=0))
+
+
+@_rule(torch.Tensor.add, torch.add, torch.Tensor.add_)
+def _add(output: Tensor, input: Any, other: Any, *, alpha: float = 1) -> Iterator[tuple[Tensor, Maker | None]]:
+    for operand in (input, other):
+        if isinstance(operand, Tensor):
+            known = alpha == 1 and input is not other
+            yield operand, _spread(operand, _trailing(operand, output)) if known else None
+
+
+@_rule(torch.Tensor.mul, torch.mul)
+def _mul(output: Tensor, input: Any, other: Any) -> Iterator[tuple[Tensor, Maker | None]]:
+    for operand, factor in ((input, other), (other, input)):
+        if isinstance(operand, Tensor):
+            known = isinstance(factor, Tensor) and factor is not operand
+            yield (
+                operand,
+                _spread(operand, _trailing(operand, output), _of(factor.expand_as(output))) if known else None,
+            )
+
+
+@_rule(torch.Tensor.expand)
+def _expand(output: Tensor, input: Tensor, *sizes: Any) -> Iterator[tuple[Tensor, Maker | None]]:
+    yield input, _spread(input, _trailing(input, output))

@@ -1,0 +1,108 @@
+"""One batch of inputs, a tensor or a dictionary of tensors, and how a model is called with it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from ewc_finetune.errors import DataError
+
+# The first dimension of each tensor is the batch.
+Inputs = Tensor | dict[str, Tensor]
+
+
+def count(inputs: Inputs) -> int:
+    """Return how many samples the batch has.
+
+    Raises:
+        DataError: if the tensors of a dictionary don't agree on it.
+    """
+    if isinstance(inputs, Tensor):
+        return len(inputs)
+    sizes = {name: len(tensor) for name, tensor in inputs.items()}
+    if len(set(sizes.values())) != 1:
+        raise DataError(f"the inputs of one batch have different numbers of samples: {sizes}")
+    return next(iter(sizes.values()))
+
+
+def each(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
+    """Apply a function to each tensor of the batch."""
+    if isinstance(inputs, Tensor):
+        return function(inputs)
+    return {name: function(tensor) for name, tensor in inputs.items()}
+
+
+def take(inputs: Inputs, samples: slice | list[int]) -> Inputs:
+    """Return some of the batch's samples."""
+    return each(lambda tensor: tensor[samples], inputs)
+
+
+def is_inputs(value: object) -> TypeGuard[Inputs]:
+    """Whether a value is a tensor or a dictionary of tensors, by name."""
+    if isinstance(value, Mapping):
+        return bool(value) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items())
+    return isinstance(value, Tensor)
+
+
+def call(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Call the model and return the tensor of its outputs, wherever in its result that is (`outputs_of`)."""
+    args, kwargs = arguments(model, inputs)
+    return outputs_of(model(*args, **kwargs))
+
+
+def arguments(model: nn.Module, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
+    """Return the arguments of a call: a dictionary goes by name where `forward` has those names, else whole."""
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    try:
+        inspect.signature(model.forward).bind(**inputs)
+    except (TypeError, ValueError):
+        return (inputs,), {}
+    return (), dict(inputs)
+
+
+def outputs_of(result: Any) -> Tensor:
+    """Return the tensor of outputs in what a model returned.
+
+    A tensor is itself; of a dictionary (or an object such as those of transformers) it is `logits`, else `out`, else
+    the only tensor there is; of a tuple or list, the first tensor.
+
+    Raises:
+        DataError: if there is none, or none that can be told from the others.
+    """
+    if isinstance(result, Tensor):
+        return result
+    if isinstance(result, Mapping):
+        named = {str(name): value for name, value in result.items() if isinstance(value, Tensor)}
+    elif isinstance(result, (tuple, list)) and not hasattr(result, "logits"):
+        found = next(_tensors(result), None)
+        if found is not None:
+            return found
+        named = {}
+    else:
+        named = {name: v for name in ("logits", "out") if isinstance(v := getattr(result, name, None), Tensor)}
+    for name in ("logits", "out"):
+        if name in named:
+            return named[name]
+    if len(named) == 1:
+        return next(iter(named.values()))
+    raise DataError(
+        f"the model returned a {type(result).__name__}"
+        + (f" with {', '.join(named)}" if named else "")
+        + "; expected a tensor of outputs, a tuple that begins with it, or a dictionary in which it is 'logits'"
+    )
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+
+
+def detached(inputs: Inputs) -> Inputs:
+    """Return the inputs without history, so that no gradient flows to them."""
+    return each(torch.Tensor.detach, inputs)
