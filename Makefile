@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-fast lint types clean
+.PHONY: demo test test-fast lint types bench clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -23,10 +23,19 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
+# The libraries to compare with go into an environment of their own.
+bench: $(VENV)-bench/.ready
+	OMP_WAIT_POLICY=PASSIVE $(VENV)-bench/bin/python tests/benchmarks/run.py
+
 clean:
-	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-bench demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	touch $@
+
+$(VENV)-bench/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-bench
+	$(VENV)-bench/bin/python -m pip install --quiet -e ".[bench]"
 	touch $@

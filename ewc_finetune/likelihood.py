@@ -363,10 +363,10 @@ def _softmax_factors(p: Tensor) -> Factors:
     count = int((tails > torch.finfo(p.dtype).eps * tails[0]).sum())
 
     def make(m: int) -> Tensor:
-        vector = torch.zeros_like(p)
-        vector[:, m] = 1
-        vector[:, m + 1 :] = -torch.nan_to_num(ordered[:, m + 1 :] / after[:, m, None])
-        return torch.zeros_like(p).scatter_(1, order, vector * scale[:, m, None].sqrt())
+        vector = ordered * -torch.nan_to_num(scale[:, m].sqrt() / after[:, m])[:, None]
+        vector[:, :m] = 0
+        vector[:, m] = scale[:, m].sqrt()
+        return torch.zeros_like(p).scatter_(1, order, vector)
 
     def squares() -> Tensor:
         # p (1 - p), with the sum of the others for 1 - p.
@@ -415,8 +415,11 @@ def _check_shape(name: str, targets: Tensor, output_shape: tuple[int, ...], wher
 
 
 def _check_classes(targets: Tensor, classes: int, where: str) -> None:
-    beyond = targets[(targets < 0) | (targets >= classes)]
-    if beyond.numel():
+    if not targets.numel():
+        return
+    least, most = targets.aminmax()
+    if least < 0 or most >= classes:
+        beyond = targets[(targets < 0) | (targets >= classes)]
         found = ", ".join(str(label) for label in sorted(set(beyond.tolist()))[:10])
         raise DataError(
             f"{where}: {beyond.numel()} of {targets.numel()} labels are not among the model's {classes} classes "

@@ -425,3 +425,37 @@ def test_the_commands_have_the_defaults_of_the_functions():
                 assert option.get_default(click.Context(command)) == wanted, (name, option.name)
     (strength,) = [option for option in main.commands["finetune"].params if option.name == "lambdas"]
     assert strength.default == [signature(ewc_finetune.finetune).parameters["lambdas"].default]
+
+
+def test_the_fisher_of_a_folder_of_images(ewc_ft, start, tmp_path):
+    from PIL import Image
+
+    generator = torch.Generator().manual_seed(0)
+    for n in range(12):
+        path = tmp_path / "logged" / f"day{n % 3}" / f"{n}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(torch.randint(0, 256, (8, 8), generator=generator, dtype=torch.uint8).numpy()).save(path)
+    result = ewc_ft(
+        "consolidate", "model.pt", "--data", "images:logged?channels=1", "--output", "c.safetensors", "--json",
+        "--draws", 3, "--estimator", "sampled",
+    )  # fmt: skip
+    origin = json.loads(result.stdout)["provenance"]
+    assert origin["samples"] == 12
+    assert origin["draws"] == 3
+    assert origin["scores"] == {}
+    assert "layer rules for" in result.stderr
+    assert "own score" not in result.stderr
+    result = ewc_ft("evaluate", "model.pt", "--data", "images:logged?channels=1", expect=1)
+    assert "images:logged?channels=1 has no labels, and a score needs them" in result.stderr
+
+
+def test_consolidate_stops_by_itself(ewc_ft, start):
+    result = ewc_ft(
+        "consolidate", "model.pt", "--data", "digits", "--samples", "auto", "--rtol", "0.2", "--output", "d.safetensors"
+    )
+    assert re.search(r"stopped after \d+ samples: the trace's standard error is \d+\.\d%", result.stderr)
+    assert re.search(r"error", result.stderr)
+    result = ewc_ft(
+        "consolidate", "model.pt", "--data", DATA, "--samples", "auto", "--rtol", "2", "--overwrite", expect=2
+    )
+    assert "rtol is 2; expected a number between 0 and 1" in result.stderr

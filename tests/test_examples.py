@@ -38,3 +38,10 @@ def test_mnist_to_fmnist(tmp_path, data_dir):
         "the notebook's, as written",
     }
     assert (tmp_path / "frontier.png").is_file()
+
+
+@pytest.mark.slow
+def test_how_many_samples(tmp_path, data_dir):
+    run("how_many_samples.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
+    rows = (tmp_path / "samples.md").read_text().splitlines()
+    assert [row.split(" | ")[0] for row in rows[2:]] == ["| 50", "| 200", "| 500"]

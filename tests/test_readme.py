@@ -25,8 +25,9 @@ def test_there_are_commands():
     assert len(COMMANDS) == 4
 
 
-def test_the_table_is_the_one_that_the_example_made():
-    assert (ROOT / "examples" / "mnist_to_fmnist" / "frontier.md").read_text() in README
+def test_the_tables_are_those_that_the_examples_made():
+    for table in ("mnist_to_fmnist/frontier.md", "how_many_samples/samples.md"):
+        assert (ROOT / "examples" / table).read_text() in README
 
 
 def test_every_option_named_exists():
@@ -53,5 +54,5 @@ def test_data_options_are_those_of_the_code():
 
 def test_the_two_commands_are_in_the_makefile():
     makefile = (ROOT / "Makefile").read_text()
-    for target in ("demo:", "test:", "test-fast:"):
+    for target in ("demo:", "test:", "test-fast:", "bench:"):
         assert f"\n{target}" in makefile

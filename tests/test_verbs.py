@@ -503,3 +503,85 @@ def test_classes_that_are_numbered_otherwise_are_refused(tmp_path):
 
     ewc.evaluate(tmp_path / "m.pt", data, progress=Notes())
     assert not any("classes" in note for note in notes)
+
+
+class Reader(nn.Module):
+    """Takes its inputs by name, as models of transformers do, and returns more than logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 8)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, tokens, mask):
+        pooled = (self.embed(tokens) * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
+        return {"hidden": pooled, "logits": self.head(pooled)}
+
+
+def readings(shift=0, n=60):
+    generator = torch.Generator().manual_seed(shift)
+    labels = torch.randint(0, 2, (n,), generator=generator)
+    tokens = torch.randint(0, 3, (n, 5), generator=generator) + 3 * labels[:, None] + shift
+    mask = torch.ones(n, 5)
+    return [
+        {"tokens": t, "mask": m, "labels": y}
+        for t, m, y in zip(tokens.split(20), mask.split(20), labels.split(20), strict=True)
+    ]
+
+
+def test_the_whole_job_on_dictionaries():
+    torch.manual_seed(0)
+    model = Reader()
+    ewc.finetune(model, readings(), epochs=30, lr=0.05, eval_on={})
+    assert ewc.evaluate(model, readings())[0].accuracy == 1
+    anchor = ewc.consolidate(model, readings())
+    assert anchor.provenance.input["names"] == {"tokens": [5], "mask": [5]}
+    unused = anchor.fisher["embed.weight"][6:]
+    assert (unused == 0).all()
+    done = ewc.finetune(model, readings(shift=3), anchors=anchor, epochs=3, lr=0.05, eval_on={"old": readings()})
+    assert done.after[0].accuracy > 0.8
+
+
+def test_no_labels_are_needed(model):
+    (points, _) = OLD.tensors
+    with_labels = ewc.consolidate(model, OLD)
+    without = ewc.consolidate(model, TensorDataset(points))
+    assert without.provenance.scores == {}
+    for name, value in with_labels.fisher.items():
+        assert torch.equal(without.fisher[name], value)
+    with pytest.raises(DataError, match="the empirical estimator needs labels and this data has none"):
+        ewc.consolidate(model, TensorDataset(points), estimator="empirical")
+    with pytest.raises(DataError, match="data has no labels, and a score needs them"):
+        ewc.evaluate(model, TensorDataset(points))
+    with pytest.raises(DataError, match="data has no labels, and fine-tuning needs them"):
+        ewc.finetune(model, TensorDataset(points), epochs=1, eval_on={})
+
+
+def test_samples_auto_stops_at_the_error_that_is_asked_for(model, tmp_path):
+    large = blobs(n=6000)
+    anchor = ewc.consolidate(model, large, samples="auto", rtol=0.1, output=tmp_path / "a.safetensors")
+    assert 200 <= anchor.provenance.samples < 6000
+    error = ewc.Anchor.load(tmp_path / "a.safetensors").provenance.standard_error
+    assert error["trace"] <= 0.1
+    assert set(error["layers"]) == {"body.linear1", "body.norm1", "head"}
+    again = ewc.consolidate(model, large, samples="auto", rtol=0.1)
+    assert again.provenance.data["fingerprint"] == anchor.provenance.data["fingerprint"]
+    ordered = ewc.consolidate(model, large, samples=anchor.provenance.samples)
+    assert ordered.provenance.data["fingerprint"] != anchor.provenance.data["fingerprint"]
+    for wrong in ({"samples": "many"}, {"samples": "auto", "rtol": 0}, {"samples": "auto", "estimator": "batched"}):
+        with pytest.raises(UsageError):
+            ewc.consolidate(model, large, **wrong)
+
+
+def test_regression_from_anchor_to_fine_tune(tmp_path):
+    points = OLD.tensors[0]
+    old, new = TensorDataset(points, points[:, :2] * 2), TensorDataset(points, points[:, 2:])
+    model = nn.Sequential(nn.Linear(4, 2))
+    anchor = ewc.consolidate(model, old, likelihood="gaussian", architecture=None)
+    # For linear regression the Fisher is the second moment of the inputs, whatever the weights.
+    torch.testing.assert_close(anchor.fisher["0.weight"], points.square().mean(0).expand(2, 4), rtol=1e-5, atol=0)
+    assert set(anchor.provenance.scores) == {"loss"}
+    done = ewc.finetune(model, new, anchors=anchor, epochs=5, lr=0.01, eval_on={"new": new})
+    assert done.after[0].accuracy is None
+    assert done.after[0].loss < done.before[0].loss
+    assert ewc.evaluate(model, old, likelihood="gaussian")[0].accuracy is None

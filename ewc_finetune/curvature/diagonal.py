@@ -293,8 +293,9 @@ class _Run:
 
     def _commit(self, chunk: _Chunk, size: int) -> None:
         """Count a chunk that is done."""
-        zero = torch.zeros(size, dtype=self.dtype, device=self.device)
-        by_sample = torch.stack([chunk.squares[n][1].to(zero) if n in chunk.squares else zero for n in self.parameters])
+        parts = {name: part for name, (_, part) in chunk.squares.items()}
+        zero = torch.zeros_like(next(iter(parts.values()))) if parts else torch.zeros(size, device=self.device)
+        by_sample = torch.stack([parts.get(name, zero) for name in self.parameters])
         if not by_sample.sum().isfinite():
             self._refuse(by_sample)
         self.recent += 1

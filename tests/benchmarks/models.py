@@ -20,13 +20,17 @@ class Case:
         build: Makes the model.
         batch: Samples at once.
         draw: Makes inputs and labels for so many samples.
+        batches: How many are timed together.
         likelihood: Name of the likelihood.
+        converter: Whether BackPACK must convert the model's graph, which it does not see through otherwise.
     """
 
     build: Callable[[], nn.Module]
     batch: int
     draw: Callable[[int], tuple[Tensor, Tensor]]
+    batches: int
     likelihood: str = "categorical"
+    converter: bool = False
 
 
 class LanguageModel(nn.Module):
@@ -76,13 +80,16 @@ def _images(*shape: int) -> Callable[[int], tuple[Tensor, Tensor]]:
 
 
 CASES = {
-    "MLP": Case(lambda: MLP(in_features=784, hidden=(256, 128), num_classes=10, batch_norm=True), 200, _images(784)),
-    "CNN": Case(_cnn, 64, _images(1, 28, 28)),
-    "ResNet-18": Case(_resnet, 32, _images(3, 32, 32)),
+    "MLP": Case(
+        lambda: MLP(in_features=784, hidden=(256, 128), num_classes=10, batch_norm=True), 200, _images(784), 20
+    ),
+    "CNN": Case(_cnn, 64, _images(1, 28, 28), 9),
+    "ResNet-18": Case(_resnet, 32, _images(3, 32, 32), 3, converter=True),
     "LM": Case(
         LanguageModel,
         16,
         lambda samples: (torch.randint(0, 1000, (samples, 128)), torch.randint(0, 1000, (samples, 128))),
+        4,
         "per-token",
     ),
 }
