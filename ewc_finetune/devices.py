@@ -52,3 +52,11 @@ def random_state_kept(device: torch.device, seed: int | None = None) -> Iterator
             elif device.type == "mps":
                 torch.mps.manual_seed(seed)
         yield
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out; off CUDA, torch raises no class of its own for it."""
+    told = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "out of memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in told)
+    )

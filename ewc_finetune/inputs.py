@@ -23,10 +23,11 @@ def count(inputs: Inputs) -> int:
     """
     if isinstance(inputs, Tensor):
         return len(inputs)
-    sizes = {name: len(tensor) for name, tensor in inputs.items()}
-    if len(set(sizes.values())) != 1:
+    sizes = {name: len(tensor) if tensor.ndim else None for name, tensor in inputs.items()}
+    size = next(iter(sizes.values()))
+    if size is None or len(set(sizes.values())) != 1:
         raise DataError(f"the inputs of one batch have different numbers of samples: {sizes}")
-    return next(iter(sizes.values()))
+    return size
 
 
 def each(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
@@ -59,8 +60,17 @@ def arguments(model: nn.Module, inputs: Inputs) -> tuple[tuple[Any, ...], dict[s
     if isinstance(inputs, Tensor):
         return (inputs,), {}
     try:
-        inspect.signature(model.forward).bind(**inputs)
+        signature = inspect.signature(model.forward)
     except (TypeError, ValueError):
+        return (inputs,), {}
+    try:
+        signature.bind(**inputs)
+    except TypeError as error:
+        if set(inputs) & set(signature.parameters):
+            raise DataError(
+                f"the inputs {', '.join(inputs)} don't go into the model: {error}; its forward takes "
+                f"{', '.join(signature.parameters)}"
+            ) from None
         return (inputs,), {}
     return (), dict(inputs)
 

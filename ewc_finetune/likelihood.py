@@ -21,6 +21,7 @@ from torch.nn import functional
 from ewc_finetune.address import suggest
 from ewc_finetune.choices import Estimator
 from ewc_finetune.errors import DataError, UsageError
+from ewc_finetune.precision import wide
 
 IGNORED = -100  # the label of a token that doesn't count, as in torch's cross-entropy
 
@@ -131,7 +132,7 @@ class Likelihood(ABC):
         Raises:
             DataError: if the estimator needs targets and there are none.
         """
-        outputs = _wide(outputs.detach())
+        outputs = wide(outputs.detach())
         if estimator == "exact":
             return self.exact(outputs)
         if estimator == "sampled":
@@ -156,7 +157,7 @@ class Categorical(Likelihood):
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy."""
-        return functional.cross_entropy(_wide(outputs), targets)
+        return functional.cross_entropy(wide(outputs), targets)
 
     def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Count the samples whose largest logit is the target's."""
@@ -211,7 +212,7 @@ class PerToken(Categorical):
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy: for each sequence its sum over the tokens that count."""
-        return functional.cross_entropy(_wide(outputs).flatten(0, 1), targets.flatten(), reduction="sum") / len(outputs)
+        return functional.cross_entropy(wide(outputs).flatten(0, 1), targets.flatten(), reduction="sum") / len(outputs)
 
     def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Sum over the sequences of the share of their tokens, of those that count, that have the largest logit."""
@@ -262,7 +263,7 @@ class Bernoulli(Likelihood):
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Binary cross-entropy, summed over a sample's answers."""
-        outputs = _wide(outputs)
+        outputs = wide(outputs)
         return functional.binary_cross_entropy_with_logits(outputs, targets.to(outputs), reduction="sum") / len(outputs)
 
     def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -313,7 +314,7 @@ class Gaussian(Likelihood):
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Half the squared error, summed over a sample's outputs, and the constant `log(2 pi) / 2` for each."""
-        outputs = _wide(outputs)
+        outputs = wide(outputs)
         constant = 0.5 * math.log(2 * math.pi) * outputs[0].numel()
         return 0.5 * (outputs - targets.to(outputs)).square().sum() / len(outputs) + constant
 
@@ -392,10 +393,6 @@ def _diagonal_factors(variance: Tensor) -> Factors:
         return vector.view_as(variance)
 
     return Factors(flat.shape[1], make, lambda: variance)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _check_real(name: str, outputs: Tensor, where: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from ewc_finetune.choices import NormStats
@@ -41,3 +42,46 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Put back what a forward pass may leave on the modules: tensors that they keep, buffers that they count in."""
+    kept = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    ]
+    names = {id(module): set(vars(module)) for module in model.modules()}
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            for name in [n for n, v in vars(module).items() if isinstance(v, torch.Tensor)]:
+                if name not in names[id(module)]:
+                    delattr(module, name)
+        for module, name, value in kept:
+            setattr(module, name, value)
+        for module, name, buffer, value in buffers:
+            if module._buffers.get(name) is not buffer:
+                module._buffers[name] = buffer
+            if not torch.equal(buffer, value):
+                with torch.no_grad():
+                    buffer.copy_(value)
+
+
+@contextlib.contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Run what `torch.compile` has wrapped as it was written, so that its operations can be seen."""
+    if not any(type(module).__name__ == "OptimizedModule" for module in model.modules()):
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

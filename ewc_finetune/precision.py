@@ -28,3 +28,8 @@ def float32_weights(model: nn.Module) -> Iterator[dict[str, torch.dtype]]:
         for tensor, dtype in narrow.values():
             tensor.grad = None
             tensor.data = tensor.data.to(dtype)
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in float32 if it is narrower."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -15,6 +15,7 @@ import ewc_finetune as ewc
 from ewc_finetune.curvature.diagonal import diagonal_fisher
 from ewc_finetune.curvature.plan import make_plan
 from ewc_finetune.curvature.rules import MODULE_RULES
+from ewc_finetune.errors import ArchitectureError
 from ewc_finetune.likelihood import Categorical
 
 
@@ -379,25 +380,171 @@ def test_a_model_that_overwrites_its_inputs():
         torch.testing.assert_close(found.values[name], value, rtol=1e-10, atol=1e-14)
 
 
-def test_what_the_model_does_may_change_with_the_data():
-    class Routed(nn.Module):
-        """A sample goes one way or the other, and which way is decided for the whole batch by its first sample."""
+class Routed(nn.Module):
+    """Each sample goes to one of two layers; which ones are called depends on the batch."""
 
-        def __init__(self):
-            super().__init__()
-            self.left, self.right, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.head = nn.Linear(4, 3)
 
-        def forward(self, x):
-            rows = [self.left(row) if row[0] > 0 else self.right(row) for row in x]
-            return self.head(torch.stack(rows).tanh())
+    def forward(self, x):
+        out = torch.zeros_like(x)
+        for expert, chosen in zip(self.experts, (x[:, 0] > 0, x[:, 0] <= 0), strict=True):
+            if chosen.any():
+                out[chosen] = expert(x[chosen])
+        return self.head(out.tanh())
 
-    inputs = draw(6, 4)
-    inputs[:, 0] = torch.tensor([1.0, 1, -1, -1, 1, -1])
-    model = trained(Routed())
-    found = diagonal_fisher(model, [(inputs[:2], labels(2)), (inputs[2:], labels(6)[2:])], Categorical(), "empirical")
-    expected = by_hand(model, inputs, torch.cat([labels(2), labels(6)[2:]]))
-    for name, value in expected.items():
-        torch.testing.assert_close(found.values[name], value, rtol=1e-10, atol=1e-14)
+
+class ByLength(nn.Module):
+    """What is long goes through a layer more."""
+
+    def __init__(self):
+        super().__init__()
+        self.short, self.long, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = self.short(x).tanh()
+        return self.head((self.long(h) if x.shape[1] > 2 else h).mean(1))
+
+
+class Packed(nn.Module):
+    """Lays the tokens that are not padding (0) end to end: samples have different numbers of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens):
+        real = tokens > 0
+        mixed = torch.zeros(*tokens.shape, 4, dtype=torch.float64)
+        mixed[real] = self.mix(self.embed(tokens[real])).tanh()
+        return self.head(mixed.sum(1))
+
+
+class Chunked(nn.Module):
+    """Cuts the batch in pieces by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(torch.cat([self.inner(part) for part in x.split(3)]).tanh())
+
+
+class Sorting(nn.Module):
+    """Uses a weight on the samples in their order and in another."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        order = x[:, 0].argsort()
+        back = self.inner(x[order])[order.argsort()]
+        return self.head((back + self.inner(x * 2)).tanh())
+
+
+class Hidden(nn.Module):
+    """Holds a weight in a list, where torch.func cannot replace it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+        self.kept = [self.weight]
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head((x * self.kept[0] ** 2).tanh())
+
+
+class Forces(nn.Module):
+    """Differentiates by its own inputs on the way."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.inner(x).tanh().sum(), x, create_graph=True)
+        return self.head(slope)
+
+
+class TimeMajor(nn.Module):
+    """Folds (time, batch), without a bias that would tell where a blank sample is."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 4, bias=False), nn.Linear(4, 3)
+
+    def forward(self, x):
+        folded = x.transpose(0, 1).reshape(-1, 4)
+        return self.head(self.inner(folded).tanh().view(x.shape[1], len(x), 4).mean(0))
+
+
+def signs(*values):
+    x = draw(len(values), 4)
+    x[:, 0] = torch.tensor(values, dtype=torch.float64)
+    return x
+
+
+def increasing(*shape):
+    x = draw(*shape)
+    return x[x[:, 0].argsort()]
+
+
+def padded(*lengths):
+    tokens = torch.randint(1, 7, (len(lengths), 4), generator=torch.Generator().manual_seed(0))
+    return tokens.where(torch.arange(4) < torch.tensor(lengths)[:, None], 0)
+
+
+UNLIKE = {
+    # What later samples do, the first ones did not. name: model, batches
+    "another expert": (Routed, [signs(1, 1, 1), signs(-1, -1), signs(1, -1, 1)]),
+    "another expert within a batch": (Routed, [signs(1, -1, 1, 1)]),
+    "longer": (ByLength, [draw(2, 2, 4), draw(3, 3, 4), draw(2, 2, 4)]),
+    "packed, all alike first": (Packed, [padded(4, 4, 4), padded(4, 2, 3), padded(1, 1, 4)]),
+    "packed, dividing evenly": (Packed, [padded(4, 4, 2, 2, 3, 3)]),
+    "pieces of the batch": (Chunked, [draw(2, 4), draw(10, 4), draw(3, 4)]),
+    "out of order": (Sorting, [draw(8, 4)]),
+    "hidden": (Hidden, [draw(5, 4)]),
+    "forces": (Forces, [draw(5, 4)]),
+    "blank first": (
+        TimeMajor,
+        [torch.cat([torch.zeros(1, 3, 4).double(), draw(3, 3, 4), torch.zeros(1, 3, 4).double()])],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_samples_unlike_the_first(name):
+    build, batches = UNLIKE[name]
+    model = trained(build())
+    found = diagonal_fisher(model, [(x, labels(len(x))) for x in batches], Categorical(), "empirical")
+    expected = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
+    for x in batches:
+        for n, value in by_hand(model, x, labels(len(x))).items():
+            expected[n] += value * len(x) / found.samples
+    for n, value in expected.items():
+        torch.testing.assert_close(found.values[n], value, rtol=1e-9, atol=1e-14, msg=f"{n}: {found.path}")
+
+
+def test_samples_that_change_places_unseen_are_found_out():
+    """In order at first, and then not: no shape and no call tells, but single samples are compared as it goes."""
+    model = trained(Sorting())
+    batches = [increasing(4, 4), increasing(4, 4), draw(8, 4, seed=5), draw(8, 4, seed=6), draw(8, 4, seed=7)]
+    data = [(x, labels(len(x))) for x in batches]
+    with pytest.raises(ArchitectureError, match=r"wrong for one after sample \d+: .* Run again without rules"):
+        diagonal_fisher(model, data, Categorical(), "empirical")
+    found = diagonal_fisher(model, data, Categorical(), "empirical", rules=False)
+    expected = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
+    for x, y in data:
+        for n, value in by_hand(model, x, y).items():
+            expected[n] += value * len(x) / found.samples
+    for n, value in expected.items():
+        torch.testing.assert_close(found.values[n], value, rtol=1e-9, atol=1e-14)
 
 
 @pytest.mark.slow
@@ -530,6 +677,18 @@ def test_a_wrong_rule_is_found_out(registered):
     agrees(trained(Pooled(Quadratic(), channels=4)), draw(5, 4), labels(5), ruled=2)
     with pytest.raises(AssertionError, match=r"weight: .* differ by"):
         ewc.check_rule(trained(Quadratic()), draw(3, 4))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        model = trained(Pooled(Quadratic(), channels=4)).to(dtype)
+        plan = make_plan(model, dict(model.named_parameters()), draw(2, 4).to(dtype))
+        assert plan.rest["layers.0.weight"] == "has a rule that differs from autograd"
+
+    @registered
+    def failing(module, inputs, gradient):
+        raise AttributeError("no such thing")
+
+    model = trained(Pooled(Quadratic(), channels=4))
+    reasons = make_plan(model, dict(model.named_parameters()), draw(2, 4)).rest
+    assert reasons == {"layers.0.weight": "has a rule that fails with AttributeError: no such thing"}
 
     @registered
     def other(module, inputs, gradient):

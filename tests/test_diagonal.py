@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from conftest import Small, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -501,6 +502,62 @@ def test_memory_does_not_grow_with_the_samples():
     assert len(set(counts[1:])) == 1
 
 
+def test_compiled_models_are_looked_through():
+    model, inputs, targets = case("small")
+    expected = compute(model, inputs, targets, "exact")
+    found = compute(torch.compile(model), inputs, targets, "exact")
+    assert found.path == expected.path
+    assert relative_error(found.values, {f"_orig_mod.{n}": v for n, v in expected.values.items()}) < 1e-12
+
+
+class Recomputing(Small):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        middle = torch.utils.checkpoint.checkpoint(lambda h: self.norm(h).tanh(), self.first(x), use_reentrant=False)
+        if self.reentrant:
+            middle = torch.utils.checkpoint.checkpoint(lambda h: h * 1, middle, use_reentrant=True)
+        return self.last(middle)
+
+
+def test_checkpointed_activations():
+    """What recomputes its activations is right, or refused where autograd hides it."""
+    model, inputs, targets = case("small")
+    found = compute(trained(Recomputing(False)), inputs, targets, "exact")
+    assert relative_error(found.values, compute(model, inputs, targets, "exact").values) < 1e-12
+    with pytest.raises(ArchitectureError, match="autograd cannot differentiate this model: .*[Cc]heckpoint"):
+        compute(trained(Recomputing(True)), inputs, targets, "exact")
+
+    class First(nn.Linear):
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=True)
+
+    with pytest.raises(ArchitectureError, match="a checkpoint that autograd does not see through"):
+        compute(trained(First(4, 3)), inputs, targets, "exact")
+
+
+def test_sparse_gradients_and_complex_parameters():
+    class Sparse(nn.Module):
+        def __init__(self, sparse):
+            super().__init__()
+            self.embed = nn.EmbeddingBag(5, 4, sparse=sparse, mode="sum")
+            self.other = nn.Embedding(5, 4, sparse=sparse)
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, tokens):
+            return self.head((self.embed(tokens) + self.other(tokens).sum(1)).tanh())
+
+    tokens, targets = torch.randint(0, 5, (6, 3), generator=torch.Generator().manual_seed(0)), torch.zeros(6).long()
+    found, expected = (compute(trained(Sparse(s)), tokens, targets, "exact").values for s in (True, False))
+    assert relative_error(found, expected) < 1e-12
+    model = nn.Linear(4, 3)
+    model.weight = nn.Parameter(torch.ones(3, 4, dtype=torch.complex64))
+    with pytest.raises(ArchitectureError, match="weight has type torch.complex64"):
+        compute(model, torch.ones(4, 4), targets[:4], "exact")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_pass_leaves_nothing_on_the_model(name):
     model, inputs, _ = case(name)
@@ -537,3 +594,89 @@ def test_outputs_in_a_tuple_or_a_dictionary():
     wrapped.forward = lambda x: {"a": plain(x), "b": x}
     with pytest.raises(DataError, match="returned a dict with a, b; expected a tensor of outputs"):
         compute(wrapped, inputs, targets, "exact")
+
+
+def test_a_confident_float16_model_does_not_underflow():
+    model = trained(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)))
+    model[2].bias.data = torch.tensor([20.0, 0.0, -1.0], dtype=torch.float64)
+    model.half()
+    inputs = 0.1 * torch.randn(9, 4, generator=torch.Generator().manual_seed(0)).half()
+    for estimator in ("exact", "predicted"):
+        for rules in (True, False):
+            batches = [(inputs, None)]
+            found = diagonal_fisher(model.half(), batches, Categorical(), estimator, rules=rules)
+            expected = diagonal_fisher(model.double(), [(inputs.double(), None)], Categorical(), estimator)
+            for name, value in expected.values.items():
+                assert value.max() > 0
+                assert ((found.values[name] - value).norm() / value.norm()).item() < 0.05, (estimator, rules, name)
+
+
+def test_batched_leaves_the_inputs_alone():
+    class Overwriting(Small):
+        def forward(self, x):
+            return super().forward(x.mul_(3).sub_(1))
+
+    model, inputs, targets = case("small")
+    found = compute(trained(Overwriting()), inputs.clone(), targets, "batched").values
+    assert relative_error(found, compute(model, inputs * 3 - 1, targets, "batched").values) < 1e-12
+
+
+def test_dependence_shows_even_if_the_first_batch_is_one_sample():
+    model, (_, inputs, targets) = trained(Dropping(lambda x: x - x.mean(0))), case("small")
+    with pytest.raises(ArchitectureError, match="change with the other samples"):
+        compute(model, inputs, targets, "exact", batch_size=1)
+    with pytest.raises(ArchitectureError, match="change with the other samples"):
+        compute(model, inputs[:1].repeat(11, 1), targets, "exact")
+
+
+def test_as_many_labels_as_samples():
+    model, inputs, targets = case("small")
+    with pytest.raises(DataError, match="a batch has 11 inputs and 2 labels; expected as many"):
+        diagonal_fisher(model, [(inputs, targets[:2])], Categorical(), "empirical")
+
+
+def test_outputs_that_depend_on_no_parameter():
+    class Cut(Small):
+        def forward(self, x):
+            return super().forward(x).detach()
+
+    model, inputs, targets = case("small")
+    with pytest.raises(ArchitectureError, match="depend on none of the parameters"):
+        compute(trained(Cut()), inputs, targets, "exact")
+    with pytest.raises(UsageError, match="no parameter to compute a Fisher for"):
+        compute(model.requires_grad_(False), inputs, targets, "exact")
+
+
+def test_what_a_forward_pass_leaves_on_the_model_is_put_back():
+    class Keeping(Small):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+            self.kept = torch.ones(2)
+
+        def forward(self, x):
+            self.calls += 1
+            self.kept = self.newly_kept = super().forward(x)
+            return self.kept
+
+    model, (_, inputs, targets) = trained(Keeping()), case("small")
+    calls, kept = model.calls.clone(), model.kept
+    for rules in (True, False):
+        compute(model, inputs, targets, "exact", rules=rules)
+        assert torch.equal(model.calls, calls)
+        assert model.kept is kept
+        assert not hasattr(model, "newly_kept")
+
+
+def test_memory_errors_of_the_cpu_are_known():
+    class Hungry(Small):
+        def forward(self, x):
+            if len(x) > 3:
+                raise RuntimeError(
+                    "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried"
+                )
+            return super().forward(x)
+
+    model, inputs, targets = case("small")
+    found = compute(trained(Hungry()), inputs, targets, "exact", batch_size=11)
+    assert relative_error(found.values, compute(model, inputs, targets, "exact").values) < 1e-12

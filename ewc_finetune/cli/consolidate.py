@@ -55,6 +55,7 @@ def _samples(text: str) -> int | str:
     help="Use a random subset of N samples; auto goes on until the standard error of the Fisher's trace is --rtol.",
 )
 @click.option("--rtol", type=float, default=0.02, show_default=True, help="Where --samples auto stops.")
+@click.option("--rules/--no-rules", default=True, show_default=True, help="Use layer rules, where there are any.")
 @click.option("--batch-size", type=click.IntRange(1), default=200, show_default=True, help="Samples at once.")
 @click.option(
     "--likelihood",

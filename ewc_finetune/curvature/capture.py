@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
 
 from ewc_finetune.curvature.rules import FUNCTION_RULES, MODULE_RULES, Maker
@@ -119,7 +118,7 @@ class Capture(TorchFunctionMode):
                 else:
                     makers[name] = maker
             if makers:
-                self._report(Call(_name(func), makers, output, not self._flows_on(args)))
+                self._report(Call(_name(func), makers, output, not self._flows_on((args, kwargs))))
         return output
 
     def _tracked(self, args: Any, kwargs: Any) -> bool:
@@ -136,14 +135,17 @@ class Capture(TorchFunctionMode):
             with self:
                 yield
             return
-        before = module_hooks.register_module_forward_pre_hook(self._enter)
-        after = module_hooks.register_module_forward_hook(self._leave)
+        hooks = []
         try:
+            for module in self._model.modules():
+                if not isinstance(module, torch.jit.ScriptModule):
+                    hooks.append(module.register_forward_pre_hook(self._enter))
+                    hooks.append(module.register_forward_hook(self._leave, with_kwargs=True))
             with self:
                 yield
         finally:
-            before.remove()
-            after.remove()
+            for hook in hooks:
+                hook.remove()
             self._inside.clear()
             self._hidden = 0
 
@@ -152,7 +154,7 @@ class Capture(TorchFunctionMode):
         if type(module) in MODULE_RULES:
             self._hidden += 1
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._inside:
             self._inside.pop()
         if type(module) not in MODULE_RULES:
@@ -162,7 +164,7 @@ class Capture(TorchFunctionMode):
         if self._hidden or not names:
             return
         self.seen.update(names)
-        if not isinstance(output, Tensor):
+        if not isinstance(output, Tensor) or kwargs:  # rules know one output, and inputs by their place
             self.unknown |= dict.fromkeys(names, type(module).__name__)
         elif output.requires_grad:
             first = not self._flows_on(args)

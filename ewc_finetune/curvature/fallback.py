@@ -1,6 +1,6 @@
 """Squared per-sample gradients for parameters that no rule reaches, for any module that autograd can follow.
 
-The functions have one signature:
+`vectorised` and `one_at_a_time` have one signature:
 
     (model, parameters, inputs, factors) -> {name: (sum over n and m of (J_n^T s_mn)^2, its sum for each sample)}
 
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
-from ewc_finetune.curvature.ruled import Squares, differentiable
-from ewc_finetune.curvature.uses import wide
+from ewc_finetune.curvature.ruled import Squares, differentiable, fit
 from ewc_finetune.inputs import Inputs, arguments, call, count, each, outputs_of, take
+from ewc_finetune.likelihood import Factors
+from ewc_finetune.precision import wide
 
 Fallback = Callable[[nn.Module, Mapping[str, Tensor], Inputs, Tensor], Squares]
 
@@ -35,17 +36,6 @@ def chunk_size(parameters: Mapping[str, Tensor]) -> int:
     return max(1, min(512, budget // (4 * max(largest.numel(), 1))))
 
 
-def refusal(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, factors: Tensor) -> str | None:
-    """Say why `vmap` cannot follow this model (data-dependent control flow, say), or None when it can."""
-    try:
-        vectorised(model, parameters, take(inputs, slice(1)), factors[:, :1])
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 - TorchScript and torch.func raise what they like
-        return str(error).strip().partition("\n")[0][:200]
-    return None
-
-
 def vectorised(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, factors: Tensor) -> Squares:
     """All samples of the batch at once, by `vmap`; holds one gradient per sample, in float32 when squared."""
 
@@ -54,9 +44,10 @@ def vectorised(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Input
         outputs, pull_back, *_ = vjp(lambda p: outputs_of(functional_call(model, p, args, kwargs))[0], values)
         total: dict[str, Tensor] = {}
         for vector in vectors:
-            (gradients,) = pull_back(vector.to(outputs.dtype))
+            fitting, scale = fit(vector[None], outputs.dtype)
+            (gradients,) = pull_back(fitting[0])
             for name, gradient in gradients.items():
-                g = wide(gradient)
+                g = wide(gradient) if scale is None else wide(gradient) * scale
                 total[name] = g * g if name not in total else torch.addcmul(total[name], g, g)
         return total
 
@@ -81,27 +72,32 @@ def one_at_a_time(model: nn.Module, parameters: Mapping[str, Tensor], inputs: In
     return {name: (total[name], by_sample[name]) for name in parameters}
 
 
-def batch_mean(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, factors: Tensor) -> Squares:
+def batch_mean(
+    model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, factors_of: Callable[[Tensor], Factors]
+) -> tuple[Tensor, Squares]:
     """Square of the batch's mean gradient, times the batch size: not a Fisher, but what published code computes.
 
     The factor makes it a sum over samples like the others, so that dividing by their number gives the mean over
     batches, each weighted by its size. No sample has a part of its own; the sum for each is that of all, shared out.
+    Returns the outputs too.
     """
     size = count(inputs)
     total = {name: torch.zeros_like(wide(p.detach())) for name, p in parameters.items()}
     with differentiable(model, parameters):
-        outputs = call(model, inputs)
-        for vectors in factors:
+        outputs = call(model, each(torch.clone, inputs))  # which some models overwrite
+        for vectors in factors_of(outputs).stack(slice(None)):
             for name, g in gradients_of(outputs, parameters, vectors / size).items():
                 total[name].addcmul_(g, g, value=size)
-    return {name: (value, (value.sum() / size).expand(size)) for name, value in total.items()}
+    return outputs.detach(), {name: (value, (value.sum() / size).expand(size)) for name, value in total.items()}
 
 
 def gradients_of(outputs: Tensor, parameters: Mapping[str, Tensor], vector: Tensor) -> dict[str, Tensor]:
     """Return the gradients of `outputs . vector` by the parameters that it depends on, in float32 or wider."""
     if not outputs.requires_grad:
         return {}
-    found = torch.autograd.grad(
-        outputs, list(parameters.values()), vector.to(outputs.dtype), retain_graph=True, allow_unused=True
-    )
-    return {name: wide(g) for name, g in zip(parameters, found, strict=True) if g is not None}
+    fitting, scale = fit(vector.reshape(1, *vector.shape), outputs.dtype)
+    found = torch.autograd.grad(outputs, list(parameters.values()), fitting[0], retain_graph=True, allow_unused=True)
+    dense = {
+        n: wide(g.to_dense() if g.is_sparse else g) for n, g in zip(parameters, found, strict=True) if g is not None
+    }
+    return dense if scale is None else {name: g * scale.item() for name, g in dense.items()}

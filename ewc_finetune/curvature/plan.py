@@ -1,13 +1,15 @@
-"""Which way each parameter's gradients are taken: found out, and proved, on the first samples of a pass.
+"""Which way each parameter's gradients are taken: found out, and compared with autograd, on two samples.
 
 The model is run for two samples, each alone and both together. That shows which operations use each parameter, where
 the batch is in every one of them, and whether the samples leave each other alone. Then the rules are compared with
-plain autograd on these samples. A parameter keeps its rules only if they agree: what is not understood is slow, never
-wrong.
+plain autograd on these samples. A parameter keeps its rules only if they agree. What holds for two samples need not
+hold for others: a `RuledPass` notices calls and sizes that are not the expected ones, and `diagonal_fisher` compares
+single samples with autograd again and again as it goes.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from ewc_finetune.curvature.capture import Call, Capture
-from ewc_finetune.curvature.fallback import gradients_of
-from ewc_finetune.curvature.ruled import Course, CourseChangedError, RuledPass, differentiable
-from ewc_finetune.curvature.stacking import Stack, Stacking, find_stacking
-from ewc_finetune.curvature.uses import Workspace, wide
-from ewc_finetune.errors import ArchitectureError
+from ewc_finetune.curvature.fallback import gradients_of, vectorised
+from ewc_finetune.curvature.ruled import Course, RuledPass, differentiable
+from ewc_finetune.curvature.stacking import CourseChangedError, Stack, Stacking, find_stacking
+from ewc_finetune.curvature.uses import Workspace
+from ewc_finetune.devices import out_of_memory
+from ewc_finetune.errors import ArchitectureError, DataError
 from ewc_finetune.inputs import Inputs, call, count, each, take
 from ewc_finetune.likelihood import Factors
+from ewc_finetune.precision import wide
 
 Signature = tuple[str, tuple[str, ...]]
 
@@ -38,8 +42,9 @@ class Plan:
     Attributes:
         ruled: Parameters with a rule for every use.
         rest: Parameters without, each with the reason.
-        unused: Parameters that the outputs don't depend on; their Fisher is zero.
+        unused: Parameters that the outputs of these samples don't depend on.
         course: The calls to expect of the model, for `RuledPass`.
+        refusal: Why `vmap` cannot do the rest, or None when it can.
         output_shape: Of the outputs for one sample.
         mutates: Whether the model changes its own inputs in place, and needs a fresh copy each time.
     """
@@ -48,6 +53,7 @@ class Plan:
     rest: dict[str, str]
     unused: tuple[str, ...]
     course: Course
+    refusal: str | None
     output_shape: tuple[int, ...]
     mutates: bool = False
 
@@ -62,23 +68,20 @@ class _Run:
     mutates: bool
 
 
-def make_plan(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs) -> Plan:
-    """Look at the model on the first two of these samples (twice the first, if it is alone).
+def make_plan(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, rules: bool = True) -> Plan:
+    """Look at the model on the first and the last of these samples.
 
     Args:
         model: In eval mode.
         parameters: Those that gradients are wanted by.
         inputs: Samples.
+        rules: Whether rules may be used at all.
 
     Raises:
         ArchitectureError: if the model leaves dropout on or takes the statistics of the batch, if a sample's outputs
-            depend on the others, or if autograd cannot follow it.
+            depend on the others or on no parameter, or if autograd cannot follow it.
     """
-    two = (
-        take(inputs, slice(2))
-        if count(inputs) > 1
-        else each(lambda tensor: tensor.repeat(2, *[1] * (tensor.ndim - 1)), inputs)
-    )
+    two = _two_samples(inputs)
     state = _random_state(two)
     with differentiable(model, parameters):
         singles = [_run(model, parameters, take(two, slice(n, n + 1))) for n in range(2)]
@@ -93,24 +96,63 @@ def make_plan(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs
         generator = torch.Generator().manual_seed(0)
         vectors = torch.randn(together.outputs.shape, generator=generator, dtype=torch.float64).to(together.outputs)
         truth, reached = _by_autograd(parameters, singles, vectors)
-    opaque = _opaque(model, parameters)
-    rest = {**together.capture.unknown, **opaque}
-    rest |= dict.fromkeys(reached - together.capture.seen - set(rest), "is used where torch's functions don't show it")
+    if not reached:
+        raise ArchitectureError(
+            "the model's outputs depend on none of the parameters: it runs under torch.no_grad, or detaches them"
+        )
+    rest = {**together.capture.unknown, **_opaque(model, parameters)}
+    unseen = reached - together.capture.seen - set(rest)
+    rest |= dict.fromkeys(unseen, "is used where torch's functions don't show it")
+    if not rules:
+        rest = dict.fromkeys(reached, "rules are off")
     course, lost = _course(singles, together, set(parameters) - set(rest))
     rest |= lost
-    unused = tuple(n for n in parameters if n not in rest and n not in reached)
     ruled = {name: p for name, p in parameters.items() if name not in rest and name in reached}
-    wrong = _disagreeing(model, ruled, _narrow(course, set(ruled)), two, vectors, truth)
-    rest |= dict.fromkeys(wrong, "rules and autograd differ")
-    ruled = {name: p for name, p in ruled.items() if name not in wrong}
+    rest |= _disagreeing(model, ruled, _narrow(course, set(ruled)), two, vectors, truth)
+    ruled = {name: p for name, p in ruled.items() if name not in rest}
+    rest = {name: reason for name, reason in rest.items() if name in parameters}
     return Plan(
         ruled=tuple(ruled),
-        rest={name: reason for name, reason in rest.items() if name in parameters},
-        unused=unused,
+        rest=rest,
+        unused=tuple(name for name in parameters if name not in rest and name not in reached),
         course=_narrow(course, set(ruled)),
+        refusal=_refusal(model, {name: parameters[name] for name in rest}, two, vectors, truth) if rest else None,
         output_shape=tuple(together.outputs.shape[1:]),
         mutates=together.mutates,
     )
+
+
+def agree(found: Tensor, expected: Tensor, dtype: torch.dtype, largest: Tensor, slack: float = 1) -> bool:
+    """Whether two ways to a parameter's squares agree, but for rounding.
+
+    Args:
+        found: By one way.
+        expected: By the other.
+        dtype: What the model computes in.
+        largest: The norm of the largest parameter's squares.
+        slack: Multiplies the tolerance.
+    """
+    eps = torch.finfo(dtype).eps
+    # A gradient that is nothing but rounding (of a scale before a normalisation, say) cannot be compared.
+    noise = (100 * eps) ** 2 * largest if dtype in _TOLERANCE else eps**2 * largest
+    expected = expected.double()
+    difference = (found.double() - expected).norm()
+    tolerance = min(0.5, slack * _TOLERANCE.get(dtype, _HALF_TOLERANCE))
+    return bool(difference <= tolerance * expected.norm() + noise)
+
+
+def _two_samples(inputs: Inputs) -> Inputs:
+    """Return two samples that differ: the first and the last, else the first and itself turned round."""
+
+    def turned(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor[:1], tensor[:1].flip(-1) if tensor.ndim > 1 else tensor[:1]])
+
+    if count(inputs) > 1:
+        two = take(inputs, [0, count(inputs) - 1])
+        tensors = [two] if isinstance(two, Tensor) else list(two.values())
+        if any(not torch.equal(tensor[0], tensor[1]) for tensor in tensors):
+            return two
+    return each(turned, inputs)
 
 
 def _run(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs) -> _Run:
@@ -120,8 +162,15 @@ def _run(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs) -> 
         model, parameters, lambda made: calls.append((made.signature, made.output.detach().clone(), made))
     )
     copy = each(torch.clone, inputs)
-    with capture.running(name_modules=True):
-        outputs = call(model, copy)
+    with capture.running(name_modules=True), warnings.catch_warnings():
+        warnings.filterwarnings("error", "None of the inputs have requires_grad=True")
+        try:
+            outputs = call(model, copy)
+        except UserWarning as error:
+            raise ArchitectureError(
+                "the model recomputes its activations with a checkpoint that autograd does not see through; use "
+                "torch.utils.checkpoint(..., use_reentrant=False), or none"
+            ) from error
     changed = {tensor._version for tensor in ([copy] if isinstance(copy, Tensor) else copy.values())} != {0}
     return _Run(outputs, calls, capture, changed)
 
@@ -137,6 +186,11 @@ def _random_state(inputs: Inputs) -> Tensor:
 
 def _check_independence(model: nn.Module, together: Tensor, singles: list[Tensor]) -> None:
     """Refuse a model for which a sample's gradient is not defined, since the rest of its batch has a say."""
+    if together.ndim == 0 or len(together) != 2 or any(single.ndim == 0 or len(single) != 1 for single in singles):
+        raise DataError(
+            f"2 samples went in and outputs of shape {tuple(together.shape)} came out; the first dimension must be "
+            "the batch"
+        )
     if any(single.shape[1:] != together.shape[1:] for single in singles):
         seen = f"shape {tuple(singles[0].shape[1:])} alone and {tuple(together.shape[1:])} with another"
     else:
@@ -165,7 +219,7 @@ def _by_autograd(
         try:
             gradients = gradients_of(single.outputs, parameters, vectors[n : n + 1])
         except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
+            if out_of_memory(error):
                 raise
             reason = str(error).strip().partition("\n")[0]
             raise ArchitectureError(f"autograd cannot differentiate this model: {reason}") from error
@@ -180,7 +234,7 @@ def _opaque(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, str
     inside = {
         id(parameter)
         for module in model.modules()
-        if isinstance(module, (torch.jit.ScriptModule, torch.jit.ScriptFunction))
+        if isinstance(module, torch.jit.ScriptModule)
         for parameter in module.parameters()
     }
     return {name: "belongs to a TorchScript module" for name, p in parameters.items() if id(p) in inside}
@@ -201,11 +255,11 @@ def _course(
         course.append((signature, stacking))
         for name in names.intersection(used):
             if stacking is None:
-                lost[name] = f"{function} gives all samples the same"
+                lost[name] = f"is used by {function} on what does not show which sample is where"
                 continue
             try:
                 made.makers[name](Stack(stacking, len(singles)))
-            except (RuntimeError, ValueError, IndexError) as error:
+            except (CourseChangedError, RuntimeError, ValueError, IndexError) as error:
                 lost[name] = f"{function}: {str(error).partition(chr(10))[0][:100]}"
     return course, lost
 
@@ -223,31 +277,55 @@ def _disagreeing(
     inputs: Inputs,
     vectors: Tensor,
     truth: Mapping[str, Tensor],
-) -> set[str]:
-    """Return the parameters whose squares by the rules are not those by autograd."""
+) -> dict[str, str]:
+    """Return the parameters whose squares by the rules are not those by autograd, each with the reason."""
     if not parameters:
-        return set()
+        return {}
     try:
         with (
             differentiable(model, parameters),
             RuledPass(model, parameters, course, each(torch.clone, inputs), Workspace()) as passed,
         ):
             found = passed.squares(Factors(1, lambda _: vectors, lambda: wide(vectors).square()))
-    except torch.OutOfMemoryError:
-        raise
-    except (CourseChangedError, RuntimeError, ValueError, IndexError, KeyError, TypeError):
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        if len(parameters) == 1:
+            return dict.fromkeys(parameters, f"has a rule that fails with {type(error).__name__}: {error}"[:200])
         # One rule has failed; the others may be good.
-        alone = [({name: p}, _narrow(course, {name})) for name, p in parameters.items()] if len(parameters) > 1 else []
-        found_alone = [_disagreeing(model, one, part, inputs, vectors, truth) for one, part in alone]
-        return set().union(*found_alone) if alone else set(parameters)
-    wrong = set()
-    largest = max(value.double().norm() for value in truth.values())
-    for name, parameter in parameters.items():
-        expected = truth[name].double()
-        got = found[name][0].double() if name in found else torch.zeros_like(expected)
-        tolerance = _TOLERANCE.get(parameter.dtype, _HALF_TOLERANCE)
-        # A gradient that is nothing but rounding (of a scale before a normalisation, say) cannot be compared.
-        noise = (100 * torch.finfo(parameter.dtype).eps) ** 2 * largest
-        if not (got - expected).norm() <= tolerance * expected.norm() + noise:
-            wrong.add(name)
-    return wrong
+        alone = [({name: p}, _narrow(course, {name})) for name, p in parameters.items()]
+        wrong: dict[str, str] = {}
+        for one, part in alone:
+            wrong |= _disagreeing(model, one, part, inputs, vectors, truth)
+        return wrong
+    return dict.fromkeys(
+        _differing({name: squares for name, (squares, _) in found.items()}, parameters, truth),
+        "has a rule that differs from autograd",
+    )
+
+
+def _differing(found: Mapping[str, Tensor], parameters: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> list[str]:
+    largest = torch.stack([value.double().norm() for value in truth.values()]).max()
+    return [
+        name
+        for name, parameter in parameters.items()
+        if not agree(found.get(name, torch.zeros_like(truth[name])), truth[name], parameter.dtype, largest)
+    ]
+
+
+def _refusal(
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    inputs: Inputs,
+    vectors: Tensor,
+    truth: Mapping[str, Tensor],
+) -> str | None:
+    """Say why `vmap` cannot follow this model (data-dependent control flow, say), or None when it can."""
+    try:
+        found = vectorised(model, parameters, each(torch.clone, inputs), vectors[None])
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        return str(error).strip().partition("\n")[0][:200]
+    wrong = _differing({name: squares for name, (squares, _) in found.items()}, parameters, truth)
+    return f"it differs from autograd for {', '.join(wrong)}" if wrong else None

@@ -12,10 +12,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ewc_finetune.curvature.capture import Call, Capture
-from ewc_finetune.curvature.stacking import Stack, Stacking
-from ewc_finetune.curvature.uses import Shared, Use, Workspace, wide
+from ewc_finetune.curvature.stacking import CourseChangedError, Stack, Stacking
+from ewc_finetune.curvature.uses import Shared, Use, Workspace
 from ewc_finetune.inputs import Inputs, call, count
 from ewc_finetune.likelihood import Factors
+from ewc_finetune.precision import wide
 
 # (sum over samples and vectors of squared gradients, its sum over the parameter for each sample), by parameter
 Squares = dict[str, tuple[Tensor, Tensor]]
@@ -23,15 +24,12 @@ Squares = dict[str, tuple[Tensor, Tensor]]
 Course = tuple[tuple[tuple[str, tuple[str, ...]], Stacking], ...]
 
 
-class CourseChangedError(Exception):
-    """The model did something else with its parameters than when it was looked at."""
-
-
 @contextmanager
 def differentiable(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
     """Have exactly these parameters require a gradient, and all the model's flags as they were afterwards."""
     chosen = {id(parameter) for parameter in parameters.values()}
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    every = {id(parameter): parameter for parameter in (*model.parameters(), *parameters.values())}
+    flags = [(parameter, parameter.requires_grad) for parameter in every.values()]
     try:
         for parameter, _ in flags:
             parameter.requires_grad_(id(parameter) in chosen)
@@ -40,6 +38,20 @@ def differentiable(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterat
     finally:
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
+
+
+def fit(vector: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Bring a vector to the dtype of the outputs, and say what each sample's gradients have to be multiplied by.
+
+    Small numbers underflow in float16, and the gradients of a confident model are small: each sample's vector is
+    brought to about 1 there.
+    """
+    if dtype != torch.float16:
+        return vector.to(dtype), None
+    each = vector.reshape(len(vector), -1).abs().amax(dim=1)
+    # A power of two, so that nothing is rounded.
+    scale = torch.where(each > 0, torch.exp2(torch.log2(each.clamp(min=1e-38)).ceil()), 1.0)
+    return (vector / scale.view(-1, *[1] * (vector.ndim - 1))).to(dtype), scale
 
 
 @dataclass
@@ -85,7 +97,7 @@ class RuledPass:
 
     Args:
         model: In eval mode; `parameters` alone require a gradient (`differentiable`).
-        parameters: Those whose every use has a rule.
+        parameters: Those whose every use has a rule, and others that are not expected to be used at all.
         course: The signature and stacking of each call that is to be expected.
         inputs: One batch.
         workspace: To be used again from batch to batch.
@@ -112,6 +124,7 @@ class RuledPass:
         self._arrived: dict[str, list[Tensor | None]] = {}
         self._results: Squares = {}
         self._last = False
+        self._scale: Tensor | None = None
         self._calls = 0
         self._times = {name: sum(name in names for (_, names), _ in course) for name in parameters}
         capture = Capture(model, parameters, self._watch)
@@ -142,13 +155,17 @@ class RuledPass:
         watched = _Watched(Stack(self._course[self._calls][1], self._batch))
         self._calls += 1
         for name, maker in made.makers.items():
-            use = maker(watched.stack)
+            try:
+                use = maker(watched.stack)
+            except (RuntimeError, ValueError, IndexError) as error:
+                raise CourseChangedError from error
             if self._times[name] == 1:
                 watched.uses[name] = use
             else:
                 uses = self._uses.setdefault(name, [])
                 watched.shared[name] = len(uses)
                 uses.append(use)
+        watched.stack(made.output.detach())  # of the size that was expected
         edge = get_gradient_edge(made.output)
         self._hooks.append(made.output.register_hook(self._receiver(watched)))  # type: ignore[no-untyped-call]
         self._latest = (watched, edge)
@@ -174,6 +191,8 @@ class RuledPass:
     def _receiver(self, watched: _Watched) -> Callable[[Tensor], None]:
         def receive(gradient: Tensor) -> None:
             stacked = watched.stack(gradient)
+            if self._scale is not None:
+                stacked = wide(stacked) * self._scale.view(-1, *[1] * (stacked.ndim - 1))
             watched.receive(stacked, self._workspace)
             if self._last:
                 self._results |= watched.finish(stacked.shape, self._workspace)
@@ -195,11 +214,12 @@ class RuledPass:
         shared = {name: Shared(uses) for name, uses in self._uses.items()}
         for m in range(factors.count if self._ends else 0):
             self._last = m == factors.count - 1
+            vector, self._scale = fit(factors[m], self.outputs.dtype)
             self._arrived = {name: [None] * len(uses) for name, uses in self._uses.items()}
             torch.autograd.grad(
                 self.outputs,
                 self._ends,
-                factors[m].to(self.outputs.dtype),
+                vector,
                 retain_graph=not self._last,
                 allow_unused=True,
             )

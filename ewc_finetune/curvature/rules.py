@@ -20,7 +20,8 @@ from torch.nn import functional
 
 from ewc_finetune.curvature.convolution import Convolution
 from ewc_finetune.curvature.stacking import Stack
-from ewc_finetune.curvature.uses import Dense, DenseSequence, Filter, Lookup, Spread, Use, wide
+from ewc_finetune.curvature.uses import Dense, DenseSequence, Filter, Lookup, Spread, Use
+from ewc_finetune.precision import wide
 
 Maker = Callable[[Stack], Use]
 Rule = Callable[..., Iterator[tuple[Tensor, Maker | None]]]

@@ -7,7 +7,6 @@ the shape it would have had for one sample alone.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +19,17 @@ class Stacking:
 
     Attributes:
         dim: The dimension that grows with the batch.
+        size: How long it is for one sample.
         minor: Whether the sample's number runs fastest there, `(T * batch)`, not slowest, `(batch * T)`.
     """
 
     dim: int
+    size: int = 1
     minor: bool = False
+
+
+class CourseChangedError(Exception):
+    """The model did something else with its parameters than when it was looked at."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +45,14 @@ class Stack:
     batch: int
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Stack a tensor of the call."""
-        dim = self.stacking.dim
-        size = tensor.shape[dim] // self.batch
+        """Stack a tensor of the call.
+
+        Raises:
+            CourseChangedError: if it is not as long as so many samples are.
+        """
+        dim, size = self.stacking.dim, self.stacking.size
+        if tensor.ndim <= dim or tensor.shape[dim] != self.batch * size:
+            raise CourseChangedError
         if self.stacking.minor:
             return torch.unflatten(tensor, dim, (size, self.batch)).movedim(dim + 1, 0)
         return torch.unflatten(tensor, dim, (self.batch, size)).movedim(dim, 0)
@@ -56,7 +66,8 @@ def find_stacking(batched: Tensor, singles: list[Tensor]) -> Stacking | None:
         singles: The same for each sample by itself; two or more.
 
     Returns:
-        None where its shape does not say: the tensor is the same for all samples, or of no regular shape.
+        None where that cannot be told: the tensor is the same for all samples, of no regular shape, or its values fit
+        no way of holding them, or both.
     """
     batch, single = len(singles), singles[0].shape
     if any(other.shape != single for other in singles) or batched.ndim != len(single):
@@ -64,13 +75,16 @@ def find_stacking(batched: Tensor, singles: list[Tensor]) -> Stacking | None:
     grown = [dim for dim, (b, s) in enumerate(zip(batched.shape, single, strict=True)) if b != s]
     if len(grown) != 1 or batched.shape[grown[0]] != batch * single[grown[0]]:
         return None
-    candidates = [Stacking(grown[0]), Stacking(grown[0], minor=True)]
+    candidates = [Stacking(grown[0], single[grown[0]], minor) for minor in (False, True)]
     if single[grown[0]] == 1:
         return candidates[0]
-    return min(candidates, key=lambda candidate: _distance(Stack(candidate, batch)(batched), singles))
+    fitting = [candidate for candidate in candidates if _fits(Stack(candidate, batch)(batched), singles)]
+    return fitting[0] if len(fitting) == 1 else None
 
 
-def _distance(stacked: Tensor, singles: list[Tensor]) -> float:
-    return math.fsum(
-        (part.double() - single.double()).abs().sum().item() for part, single in zip(stacked, singles, strict=True)
-    )
+def _fits(stacked: Tensor, singles: list[Tensor]) -> bool:
+    """Whether these are the single samples' tensors, but for rounding."""
+    expected = torch.stack(singles)
+    rounding = torch.finfo(expected.dtype).eps ** 0.5 if expected.is_floating_point() else 0.0
+    difference = (stacked.double() - expected.double()).norm()
+    return bool(difference <= rounding * expected.double().norm())

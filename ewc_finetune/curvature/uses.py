@@ -16,16 +16,12 @@ import torch
 from torch import Tensor
 
 from ewc_finetune.curvature.convolution import Convolution, better_alone, weight_gradients
+from ewc_finetune.precision import wide
 
 # Per-sample gradients are made in blocks of this many bytes: small enough to stay near the cache, large enough for the
 # matrix products to be worth their overhead.
 _CPU_BLOCK = 8 << 20
 _ACCELERATOR_BLOCK = 512 << 20
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """Return the tensor in float32 if it is narrower."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def blocks(batch: int, elements: int, device: torch.device) -> Iterator[slice]:

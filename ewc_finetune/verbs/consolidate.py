@@ -47,6 +47,7 @@ def consolidate(
     draws: int = 1,
     samples: int | Literal["auto"] | None = None,
     rtol: float = DEFAULT_RTOL,
+    rules: bool = True,
     batch_size: int = 200,
     likelihood: LikelihoodName = "categorical",
     exclude: Sequence[str] = (),
@@ -74,6 +75,7 @@ def consolidate(
         samples: Use a random subset of so many (the first so many of a loader's); all unless given. `auto` goes on, in
             random order, until the standard error of the trace is `rtol` of it.
         rtol: See `samples`.
+        rules: Whether to use layer rules, which are fast; without them each parameter takes the fallback.
         batch_size: Samples at once; matters to the result for `batched` alone.
         likelihood: How outputs become log p(y | x).
         exclude: Patterns (`head.*`) of parameters to leave free.
@@ -131,6 +133,7 @@ def consolidate(
                 parameters={n: p for n, p in opened.model.named_parameters() if n not in excluded},
                 draws=draws,
                 rtol=rtol if samples == "auto" else None,
+                rules=rules,
                 generator=torch.Generator().manual_seed(seed),
                 bar=bar,
                 note=progress.note,

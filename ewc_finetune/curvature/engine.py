@@ -1,0 +1,203 @@
+"""The squares of one chunk of samples after the other, each parameter's by the fastest way that is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ewc_finetune.curvature import fallback
+from ewc_finetune.curvature.plan import Plan, agree, make_plan
+from ewc_finetune.curvature.ruled import RuledPass, Squares, differentiable
+from ewc_finetune.curvature.stacking import CourseChangedError
+from ewc_finetune.curvature.uses import Workspace
+from ewc_finetune.devices import out_of_memory
+from ewc_finetune.errors import ArchitectureError
+from ewc_finetune.inputs import Inputs, call, count, each, take
+from ewc_finetune.likelihood import Factors
+
+# So many plans are kept: one for each length that sequences have.
+_PLANS = 256
+
+
+class Engine:
+    """Computes sums over samples of squared per-sample gradients.
+
+    Args:
+        model: In eval mode.
+        parameters: Those to differentiate by.
+        rules: Whether layer rules may be used.
+
+    Attributes:
+        changed: Samples for which the model did something else than it was planned for.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor], rules: bool) -> None:
+        self.model = model
+        self.parameters = parameters
+        self.changed = 0
+        self._rules = rules
+        self._plans: dict[object, Plan] = {}
+        self._workspace = Workspace()
+        self._refusal: str | None = None
+        self._chunks = 0
+        self._samples = 0
+        self._generator = torch.Generator().manual_seed(0)
+
+    def plan(self, inputs: Inputs) -> Plan:
+        """Return the plan for samples of this shape; made on the first of them (see `make_plan`)."""
+        named = {"": inputs} if isinstance(inputs, Tensor) else inputs
+        key = tuple((name, tensor.shape[1:], tensor.dtype) for name, tensor in named.items())
+        if key not in self._plans:
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            self._plans[key] = make_plan(self.model, self.parameters, inputs, self._rules)
+        return self._plans[key]
+
+    def squares(self, inputs: Inputs, factors_of: Callable[[Tensor], Factors]) -> tuple[Tensor, Squares]:
+        """Run one chunk through the model.
+
+        Args:
+            inputs: The samples.
+            factors_of: Gives the vectors for the model's outputs; called once.
+
+        Returns:
+            The outputs, and for each parameter that they depend on the squares, summed over the samples, and their sum
+            over the parameter for each sample.
+
+        Raises:
+            ArchitectureError: if the layer rules prove wrong for a sample when some have already gone by them.
+        """
+        plan = self.plan(inputs)
+        rest = {name: self.parameters[name] for name in plan.rest}
+        ruled = {name: self.parameters[name] for name in plan.ruled}
+        try:
+            outputs, factors, squares = self._by_rules(plan, ruled, inputs, factors_of)
+        except CourseChangedError:
+            self.changed += count(inputs)
+            rest, ruled = dict(self.parameters), {}
+            outputs = self._forward(plan, inputs)
+            factors, squares = factors_of(outputs), {}
+        self._chunks += 1
+        # Often at first, then ever more rarely: at chunk 1, 2, 3, 4, 8, 16...
+        if ruled and (self._chunks < 4 or self._chunks & (self._chunks - 1) == 0):
+            wrong = self._wrong(plan, ruled, inputs, factors, squares)
+            if wrong:
+                rest |= {name: self.parameters[name] for name in wrong}
+                self._demote(wrong)
+        if rest:
+            squares |= self._fall_back(plan, rest, inputs, factors)
+        self._samples += count(inputs)
+        return outputs, squares
+
+    def _by_rules(
+        self, plan: Plan, ruled: Mapping[str, Tensor], inputs: Inputs, factors_of: Callable[[Tensor], Factors]
+    ) -> tuple[Tensor, Factors, Squares]:
+        if not ruled:
+            outputs = self._forward(plan, inputs)
+            return outputs, factors_of(outputs), {}
+        # What was not used before must be seen if it is used now.
+        watched = {**ruled, **{name: self.parameters[name] for name in plan.unused}}
+        with differentiable(self.model, watched):
+            passed = RuledPass(self.model, watched, plan.course, _fresh(plan, inputs), self._workspace)
+            with passed:
+                factors = factors_of(passed.outputs)
+                return passed.outputs.detach(), factors, passed.squares(factors)
+
+    def _forward(self, plan: Plan, inputs: Inputs) -> Tensor:
+        # Not under no_grad: a model may take gradients of its own on the way.
+        with differentiable(self.model, {}):
+            return call(self.model, _fresh(plan, inputs)).detach()
+
+    def _wrong(
+        self, plan: Plan, ruled: Mapping[str, Tensor], inputs: Inputs, factors: Factors, squares: Squares
+    ) -> list[str]:
+        """Compare one sample, drawn from the chunk, with autograd; return the parameters for which it differs."""
+        n = int(torch.randint(count(inputs), (), generator=self._generator))
+        one = slice(n, n + 1)
+        truth = fallback.one_at_a_time(self.model, ruled, _fresh(plan, take(inputs, one)), factors.stack(one))
+        parts = {name: part[0] for name, (_, part) in truth.items()}
+        largest = torch.stack([part.double() for part in parts.values()]).max()
+        zero = torch.zeros((), device=largest.device)
+        return [
+            name
+            for name, part in parts.items()
+            if not agree(squares[name][1][n] if name in squares else zero, part, ruled[name].dtype, largest, slack=10)
+        ]
+
+    def _demote(self, wrong: Sequence[str]) -> None:
+        """Take parameters away from the rules, as long as nothing has been computed by them."""
+        if self._samples:
+            raise ArchitectureError(
+                f"by layer rules the gradients of {', '.join(wrong[:3])} were right for the first samples and are "
+                f"wrong for one after sample {self._samples}: the model treats samples differently in a way that does "
+                "not show. Run again without rules (--no-rules, or rules=False), which is slower"
+            )
+        for key, plan in self._plans.items():
+            self._plans[key] = replace(
+                plan,
+                ruled=tuple(name for name in plan.ruled if name not in wrong),
+                rest={**plan.rest, **dict.fromkeys(wrong, "has a rule that differs from autograd")},
+                course=tuple(
+                    ((function, kept), stacking)
+                    for (function, names), stacking in plan.course
+                    if (kept := tuple(name for name in names if name not in wrong))
+                ),
+            )
+
+    def _fall_back(self, plan: Plan, parameters: Mapping[str, Tensor], inputs: Inputs, factors: Factors) -> Squares:
+        self._refusal = self._refusal or plan.refusal
+        total: Squares = {}
+        step = fallback.chunk_size(parameters)
+        for start in range(0, count(inputs), step):
+            samples = slice(start, start + step)
+            found = self._part(plan, parameters, take(inputs, samples), factors.stack(samples))
+            for name, (squares, by_sample) in found.items():
+                before = total.get(name)
+                total[name] = (
+                    (squares, by_sample)
+                    if before is None
+                    else (before[0].add_(squares), torch.cat([before[1], by_sample]))
+                )
+        return total
+
+    def _part(self, plan: Plan, parameters: Mapping[str, Tensor], inputs: Inputs, factors: Tensor) -> Squares:
+        if self._refusal is None:
+            try:
+                return fallback.vectorised(self.model, parameters, _fresh(plan, inputs), factors)
+            except Exception as error:
+                if out_of_memory(error):
+                    raise
+                self._refusal = str(error).strip().partition("\n")[0][:200]
+        return fallback.one_at_a_time(self.model, parameters, _fresh(plan, inputs), factors)
+
+    def describe(self, unreached: Iterable[str]) -> str:
+        """Say which parameters went which way, for people; `unreached` are those without any gradient."""
+        ruled = dict.fromkeys(name for plan in self._plans.values() for name in plan.ruled)
+        rest = {name: reason for plan in self._plans.values() for name, reason in plan.rest.items()}
+        zero = dict.fromkeys(unreached)
+        parts = []
+        if ruled:
+            parts.append(f"layer rules for {_count(ruled)}")
+        if rest:
+            way = "one sample at a time" if self._refusal else "vectorised (torch.func)"
+            reasons = "; ".join(f"{name} {reason}" for name, reason in list(rest.items())[:3])
+            more = "; ..." if len(rest) > 3 else ""
+            refused = f"; torch.func refused: {self._refusal}" if self._refusal else ""
+            parts.append(f"per-sample gradients, {way}, for {_count(rest)} ({reasons}{more}{refused})")
+        if zero:
+            parts.append(f"zero for {_count(zero)} that no output depends on ({', '.join(list(zero)[:3])})")
+        if self.changed:
+            parts.append(f"the fallback for {self.changed:,} samples, for which the model took another course")
+        return "gradients: " + ", ".join(parts)
+
+
+def _fresh(plan: Plan, inputs: Inputs) -> Inputs:
+    """Return a copy, if the model would change it."""
+    return each(torch.clone, inputs) if plan.mutates else inputs
+
+
+def _count(names: Mapping[str, object]) -> str:
+    return f"{len(names)} parameters" if len(names) != 1 else next(iter(names))
