@@ -31,7 +31,12 @@ def test_the_tables_are_those_that_the_examples_made():
 
 
 def test_every_option_named_exists():
-    known = {name for command in main.commands.values() for option in command.params for name in option.opts}
+    known = {
+        name
+        for command in main.commands.values()
+        for option in command.params
+        for name in (*option.opts, *option.secondary_opts)
+    }
     assert set(re.findall(r"`(--[a-z-]+)", README)) <= known
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ewc_finetune.curvature.rules import FUNCTION_RULES, MODULE_RULES, Maker
+from ewc_finetune.curvature.rules import FUNCTION_RULES, MODULE_RULES, Maker, Rule
 from ewc_finetune.curvature.stacking import Stack
 from ewc_finetune.curvature.uses import Custom
 from ewc_finetune.errors import ArchitectureError
@@ -68,7 +68,7 @@ class Capture(TorchFunctionMode):
         report: Called with every call that a rule knows, right after it.
 
     Attributes:
-        unknown: Parameters that were used in a way no rule knows, each with the function.
+        unknown: Parameters that were used in a way no rule knows, each with the way.
         seen: Parameters that were used at all.
     """
 
@@ -78,7 +78,7 @@ class Capture(TorchFunctionMode):
         self.seen: set[str] = set()
         self._model = model
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._module_names = {id(module): name for name, module in model.named_modules()}
+        self._module_names: dict[int, str] = {}
         self._report = report
         self._inside: list[str] = []  # the modules that are running, outermost first
         self._hidden = 0  # how many modules with a rule of their own are running
@@ -102,24 +102,28 @@ class Capture(TorchFunctionMode):
             self._refuse_batch_statistics(args, kwargs)
         output = func(*args, **kwargs)
         if isinstance(output, Tensor) and output.requires_grad:
-            makers: dict[str, Maker] = {}
-            with torch.no_grad():
-                try:
-                    found = [(self._names.get(id(p)), maker) for p, maker in rule(output, *args, **kwargs)]
-                except (TypeError, ValueError):  # a form of the call that the rule doesn't take
-                    self._note(func, output, args, kwargs)
-                    return output
-            for name, maker in found:
-                if name is None:
-                    continue
-                self.seen.add(name)
-                if maker is None or name in makers:
-                    self.unknown.setdefault(name, _name(func))
-                else:
-                    makers[name] = maker
-            if makers:
-                self._report(Call(_name(func), makers, output, not self._flows_on((args, kwargs))))
+            self._apply(func, rule, output, args, kwargs)
         return output
+
+    def _apply(self, func: Any, rule: Rule, output: Tensor, args: Any, kwargs: Any) -> None:
+        """Ask the rule about a call, and report it."""
+        with torch.no_grad():
+            try:
+                found = [(self._names.get(id(p)), maker) for p, maker in rule(output, *args, **kwargs)]
+            except (TypeError, ValueError):  # a form of the call that the rule doesn't take
+                self._note(func, output, args, kwargs)
+                return
+        makers: dict[str, Maker] = {}
+        for name, maker in found:
+            if name is None:
+                continue
+            self.seen.add(name)
+            if maker is None or name in makers:
+                self.unknown.setdefault(name, f"is used by {_name(func)}, for which there is no rule")
+            else:
+                makers[name] = maker
+        if makers:
+            self._report(Call(_name(func), makers, output, not self._flows_on((args, kwargs))))
 
     def _tracked(self, args: Any, kwargs: Any) -> bool:
         names = self._names
@@ -131,10 +135,11 @@ class Capture(TorchFunctionMode):
     @contextmanager
     def running(self, name_modules: bool = False) -> Iterator[None]:
         """Watch the model within this context; errors name the module only if asked to, for that costs time."""
-        if not name_modules and not any(type(module) in MODULE_RULES for module in self._model.modules()):
+        if not name_modules and not MODULE_RULES:
             with self:
                 yield
             return
+        self._module_names = {id(module): name for name, module in self._model.named_modules()}
         hooks = []
         try:
             for module in self._model.modules():
@@ -165,7 +170,9 @@ class Capture(TorchFunctionMode):
             return
         self.seen.update(names)
         if not isinstance(output, Tensor) or kwargs:  # rules know one output, and inputs by their place
-            self.unknown |= dict.fromkeys(names, type(module).__name__)
+            self.unknown |= dict.fromkeys(
+                names, f"is used by {type(module).__name__} in a way that its rule doesn't take"
+            )
         elif output.requires_grad:
             first = not self._flows_on(args)
             self._report(Call(type(module).__name__, _custom(module, args, names), output, first))
@@ -176,7 +183,7 @@ class Capture(TorchFunctionMode):
         if names and any(t.requires_grad and id(t) not in self._names for t in _tensors(result)):
             self.seen.update(names)
             for name in names:
-                self.unknown.setdefault(name, _name(func))
+                self.unknown.setdefault(name, f"is used by {_name(func)}, for which there is no rule")
 
     def _where(self) -> str:
         return f"module {self._inside[-1]}" if self._inside and self._inside[-1] else "the model itself"

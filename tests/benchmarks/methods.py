@@ -13,6 +13,7 @@ from models import Case
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ewc_finetune.choices import Estimator
 from ewc_finetune.curvature import fallback
 from ewc_finetune.curvature.diagonal import diagonal_fisher
 from ewc_finetune.likelihood import get_likelihood
@@ -48,12 +49,19 @@ def loop(model: nn.Module, case: Case) -> Run:
     return _by_fallback(model, case, fallback.one_at_a_time, None)
 
 
+def loop_exact(model: nn.Module, case: Case) -> Run:
+    """One sample after the other, and one class after the other."""
+    return _by_fallback(model, case, fallback.one_at_a_time, None, "exact")
+
+
 def vmap(model: nn.Module, case: Case) -> Run:
     """`torch.func`, in chunks of the size that was fastest here."""
     return _by_fallback(model, case, fallback.vectorised, fallback.chunk_size(dict(model.named_parameters())))
 
 
-def _by_fallback(model: nn.Module, case: Case, way: fallback.Fallback, step: int | None) -> Run:
+def _by_fallback(
+    model: nn.Module, case: Case, way: fallback.Fallback, step: int | None, estimator: Estimator = "empirical"
+) -> Run:
     parameters = dict(model.named_parameters())
     likelihood = get_likelihood(case.likelihood)
 
@@ -61,7 +69,7 @@ def _by_fallback(model: nn.Module, case: Case, way: fallback.Fallback, step: int
         for inputs, targets in batches:
             with torch.no_grad():
                 outputs = model(inputs)
-            factors = likelihood.factors(outputs, targets, "empirical", torch.Generator())
+            factors = likelihood.factors(outputs, targets, estimator, torch.Generator())
             for start in range(0, len(inputs), step or len(inputs)):
                 part = slice(start, start + (step or len(inputs)))
                 way(model, parameters, inputs[part], factors.stack(part))
@@ -128,10 +136,15 @@ def opacus(model: nn.Module, case: Case) -> Run:
     return run
 
 
+# Those that take so long that a few batches must do.
+SLOW = {"loop over samples", "loop over samples and classes", "vmap"}
+# Those that need a backward pass for each class; a language model has too many.
+EXACT = {"ewc-finetune, exact", "loop over samples and classes"}
 METHODS = {
     "ewc-finetune": ours,
     "ewc-finetune, exact": ours_exact,
     "loop over samples": loop,
+    "loop over samples and classes": loop_exact,
     "vmap": vmap,
     "BackPACK": backpack,
     "NNGeometry": nngeometry,
