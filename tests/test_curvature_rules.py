@@ -55,6 +55,7 @@ def agrees(model, inputs, targets, ruled=None, batch_size=4, tolerance=1e-10):
         assert ((found.values[name] - value).abs().max() / scale).item() < tolerance, (name, found.path)
     plan = make_plan(model, dict(model.named_parameters()), part(0))
     assert len(plan.ruled) == (len(expected) if ruled is None else ruled), found.path
+    assert "another course" not in found.path
     # The exact estimator goes another way through the same uses: many vectors, and squares of G at the outputs.
     exact = diagonal_fisher(model, batches, Categorical(), "exact").values
     total = {name: torch.zeros_like(value) for name, value in exact.items()}
@@ -274,15 +275,17 @@ class Dictionary(nn.Module):
 
 
 class Dead(nn.Module):
-    """A layer whose output goes nowhere, and one that is never called."""
+    """Layers whose output goes nowhere, and one that is never called."""
 
     def __init__(self):
         super().__init__()
+        self.lost = nn.LSTM(4, 4)
         self.used = nn.Linear(4, 3)
         self.dead = nn.Linear(4, 3)
         self.never = nn.Linear(4, 3)
 
     def forward(self, x):
+        self.lost(x)
         self.dead(x)
         return self.used(x)
 

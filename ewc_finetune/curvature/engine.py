@@ -83,7 +83,8 @@ class Engine:
         self._chunks += 1
         # Often at first, then ever more rarely: at chunk 1, 2, 3, 4, 8, 16...
         if ruled and (self._chunks < 4 or self._chunks & (self._chunks - 1) == 0):
-            wrong = self._wrong(plan, ruled, inputs, factors, squares)
+            dead = {name: self.parameters[name] for name in plan.dead}
+            wrong = self._wrong(plan, {**ruled, **dead}, inputs, factors, squares)
             if wrong:
                 rest |= {name: self.parameters[name] for name in wrong}
                 self._demote(wrong)
@@ -139,6 +140,7 @@ class Engine:
             self._plans[key] = replace(
                 plan,
                 ruled=tuple(name for name in plan.ruled if name not in wrong),
+                dead=tuple(name for name in plan.dead if name not in wrong),
                 rest={**plan.rest, **dict.fromkeys(wrong, "has a rule that differs from autograd")},
                 course=tuple(
                     ((function, kept), stacking)

@@ -42,7 +42,8 @@ class Plan:
     Attributes:
         ruled: Parameters with a rule for every use.
         rest: Parameters without, each with the reason.
-        unused: Parameters that the outputs of these samples don't depend on.
+        unused: Parameters that nothing was done with.
+        dead: Parameters that something was done with, but the outputs of these samples don't depend on it.
         course: The calls to expect of the model, for `RuledPass`.
         refusal: Why `vmap` cannot do the rest, or None when it can.
         output_shape: Of the outputs for one sample.
@@ -52,6 +53,7 @@ class Plan:
     ruled: tuple[str, ...]
     rest: dict[str, str]
     unused: tuple[str, ...]
+    dead: tuple[str, ...]
     course: Course
     refusal: str | None
     output_shape: tuple[int, ...]
@@ -103,18 +105,18 @@ def make_plan(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs
     rest = {**together.capture.unknown, **_opaque(model, parameters)}
     unseen = reached - together.capture.seen - set(rest)
     rest |= dict.fromkeys(unseen, "is used where torch's functions don't show it")
-    if not rules:
-        rest = dict.fromkeys(reached, "rules are off")
-    course, lost = _course(singles, together, set(parameters) - set(rest))
-    rest |= lost
+    course, lost = _course(singles, together, reached - set(rest))
+    rest |= lost if rules else dict.fromkeys(reached, "could have a rule, and rules are off")
+    rest = {name: reason for name, reason in rest.items() if name in reached}
     ruled = {name: p for name, p in parameters.items() if name not in rest and name in reached}
     rest |= _disagreeing(model, ruled, _narrow(course, set(ruled)), two, vectors, truth)
     ruled = {name: p for name, p in ruled.items() if name not in rest}
-    rest = {name: reason for name, reason in rest.items() if name in parameters}
+    idle = [name for name in parameters if name not in rest and name not in reached]
     return Plan(
         ruled=tuple(ruled),
         rest=rest,
-        unused=tuple(name for name in parameters if name not in rest and name not in reached),
+        unused=tuple(name for name in idle if name not in together.capture.seen),
+        dead=tuple(name for name in idle if name in together.capture.seen),
         course=_narrow(course, set(ruled)),
         refusal=_refusal(model, {name: parameters[name] for name in rest}, two, vectors, truth) if rest else None,
         output_shape=tuple(together.outputs.shape[1:]),
