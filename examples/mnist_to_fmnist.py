@@ -61,6 +61,9 @@ def main() -> None:
             print(f"seed {seed}: {point.penalty}, lambda {point.strength:g}: ", end="")
             print(f"MNIST {point.retention:.3f}, Fashion-MNIST {point.plasticity:.3f}", flush=True)
             points.append(point)
+    if options.lambdas:
+        print(f"\n{make_table(points)}")
+        return
     options.output.mkdir(parents=True, exist_ok=True)
     with (options.output / "frontier.csv").open("w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([Point._fields, *points])
@@ -74,6 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a network each (0 1 2)")
     parser.add_argument("--samples", type=int, default=10_000, help="samples of the exact Fisher (10,000)")
+    parser.add_argument("--lambdas", type=float, nargs="+", help="run the exact Fisher alone, and only print")
     parser.add_argument("--data-dir", type=Path, help="where MNIST and FashionMNIST lie (default: $EWC_FT_DATA)")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(""), help="folder")
     parser.add_argument("--quick", action="store_true", help="little data, one seed: shows that it runs, no result")
@@ -106,9 +110,13 @@ def run_seed(seed: int, options: argparse.Namespace) -> Iterator[Point]:
         retention, plasticity = (score.accuracy for score in done.after)
         return Point(name, strength, seed, retention, plasticity)
 
+    anchors = make_anchors(start, mnist, seed, options)
+    if options.lambdas:
+        for strength in options.lambdas:
+            yield adapt(EXACT, strength, anchors[EXACT])
+        return
     yield adapt(NONE, 0, None)
     yield adapt(UPDATING, 0, None, "update")
-    anchors = make_anchors(start, mnist, seed, options)
     for name, anchor in anchors.items():
         for strength in LAMBDAS[name]:
             yield adapt(name, strength, anchor)

@@ -45,16 +45,17 @@ def _samples(text: str) -> int | str:
     show_default=True,
     help="Whose labels the Fisher uses: the model's own in expectation (exact), draws of them (sampled), "
     "its best guess (predicted), the data's (empirical); batched squares the mean of a batch, which is no "
-    "Fisher but what published code does.",
+    "Fisher but what published code does. auto is exact for up to 32 outputs, sampled beyond.",
 )
-@click.option("--draws", type=click.IntRange(1), default=1, show_default=True, help="Labels that sampled draws.")
+@click.option("--draws", type=click.IntRange(1), default=1, show_default=True, help="Labels drawn for each sample.")
 @click.option(
     "--samples",
     type=_samples,
     metavar="N|auto",
-    help="Use a random subset of N samples; auto goes on until the standard error of the Fisher's trace is --rtol.",
+    help="Use a random subset of N samples; auto goes on until the standard error of the Fisher's trace is --rtol "
+    "of it.  [default: all]",
 )
-@click.option("--rtol", type=float, default=0.02, show_default=True, help="Where --samples auto stops.")
+@click.option("--rtol", type=float, metavar="X", default=0.02, show_default=True, help="Where --samples auto stops.")
 @click.option("--rules/--no-rules", default=True, show_default=True, help="Use layer rules, where there are any.")
 @click.option("--batch-size", type=click.IntRange(1), default=200, show_default=True, help="Samples at once.")
 @click.option(
@@ -79,6 +80,7 @@ def consolidate(
     """Compute the Fisher of the checkpoint MODEL and save it, with the weights, as an anchor.
 
     The anchor stands in for the old data from then on. MODEL is a state dict (.pt), loaded without running any code.
+    The data needs no labels, but for the empirical and batched estimators.
     """
     from ewc_finetune.cli.printer import Printer
     from ewc_finetune.curvature.importance import importance_by_layer

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ewc_finetune.curvature.capture import Call, Capture
 from ewc_finetune.curvature.stacking import CourseChangedError, Stack, Stacking
-from ewc_finetune.curvature.uses import Shared, Use, Workspace
+from ewc_finetune.curvature.uses import Shared, Use, Workspace, sum_by_sample
 from ewc_finetune.inputs import Inputs, call, count
 from ewc_finetune.likelihood import Factors
 from ewc_finetune.precision import wide
@@ -82,7 +82,7 @@ class _Watched:
     def finish(self, shape: tuple[int, ...], workspace: Workspace) -> Squares:
         """Return what the uses found, and let go of what they held; `shape` is the gradients', stacked."""
         found = {}
-        by_sample = None if self.squares is None else self.squares.reshape(len(self.squares), -1).sum(dim=1)
+        by_sample = None if self.squares is None else sum_by_sample(self.squares)
         for name, use in self.uses.items():
             if self.squares is not None and by_sample is not None and use.takes_squares(shape):
                 found[name] = use.from_squares(self.squares, by_sample, workspace)
