@@ -407,7 +407,7 @@ def _check_shape(name: str, targets: Tensor, output_shape: tuple[int, ...], wher
     if tuple(targets.shape[1:]) != tuple(output_shape):
         raise DataError(
             f"{where}: the targets have shape {tuple(targets.shape)}; the {name} likelihood needs the shape of the "
-            f"outputs, {('batch', *output_shape)}"
+            f"outputs, ({', '.join(['batch', *map(str, output_shape)])}). Class labels go with categorical"
         )
 
 

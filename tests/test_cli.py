@@ -458,4 +458,4 @@ def test_consolidate_stops_by_itself(ewc_ft, start):
     result = ewc_ft(
         "consolidate", "model.pt", "--data", DATA, "--samples", "auto", "--rtol", "2", "--overwrite", expect=2
     )
-    assert "rtol is 2; expected a number between 0 and 1" in result.stderr
+    assert "rtol is 2; expected more than 0 and less than 1" in result.stderr

@@ -140,7 +140,7 @@ def test_outputs_that_do_not_suit(name, shape, dtype, message):
     [
         ("per-token", torch.zeros(2, 5, dtype=torch.long), (4, 3), r"integers of shape \(batch, 4\)"),
         ("per-token", torch.full((2, 4), 7), (4, 3), "8 of 8 labels are not among the model's 3 classes"),
-        ("bernoulli", torch.zeros(2), (3,), r"needs the shape of the outputs, \('batch', 3\)"),
+        ("bernoulli", torch.zeros(2), (3,), r"needs the shape of the outputs, \(batch, 3\). Class labels"),
         ("bernoulli", torch.full((2, 3), 2.0), (3,), "targets run from 2 to 2"),
         ("gaussian", torch.zeros(2, 4), (3,), "needs the shape of the outputs"),
     ],

@@ -437,6 +437,10 @@ def test_models_whose_samples_see_each_other_are_refused():
     norm = nn.BatchNorm2d(1, track_running_stats=False)
     with pytest.raises(ArchitectureError, match="module 1 normalises with the statistics of the batch"):
         ewc.consolidate(nn.Sequential(nn.Unflatten(1, (1, 2, 2)), norm, nn.Flatten(), nn.Linear(4, 3)), OLD)
+    with pytest.raises(
+        ArchitectureError, match=r"1: without running statistics, normalisation takes those of the batch"
+    ):
+        ewc.consolidate(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False)), OLD)
 
 
 def test_frozen_parameters_stay_frozen_through_an_anchor(model, tmp_path):
@@ -568,7 +572,15 @@ def test_samples_auto_stops_at_the_error_that_is_asked_for(model, tmp_path):
     assert again.provenance.data["fingerprint"] == anchor.provenance.data["fingerprint"]
     ordered = ewc.consolidate(model, large, samples=anchor.provenance.samples)
     assert ordered.provenance.data["fingerprint"] != anchor.provenance.data["fingerprint"]
-    for wrong in ({"samples": "many"}, {"samples": "auto", "rtol": 0}, {"samples": "auto", "estimator": "batched"}):
+    for wrong in (
+        {"samples": "many"},
+        {"samples": 0.5},
+        {"samples": True},
+        {"draws": 2.5},
+        {"draws": 2, "estimator": "exact"},
+        {"samples": "auto", "rtol": 0},
+        {"samples": "auto", "estimator": "batched"},
+    ):
         with pytest.raises(UsageError):
             ewc.consolidate(model, large, **wrong)
 

@@ -96,8 +96,8 @@ def diagonal_fisher(
         DeviceError: if not even one sample fits into memory.
     """
     check_choice("estimator", estimator, ESTIMATORS)
-    if draws < 1:
-        raise UsageError(f"draws is {draws}; expected at least 1")
+    if type(draws) is not int or draws < 1:
+        raise UsageError(f"draws is {draws}; expected a whole number, at least 1")
     if draws > 1 and estimator not in ("sampled", "auto"):
         raise UsageError(f"draws is {draws}, and the {estimator} estimator draws nothing; use sampled")
     if rtol is not None and estimator == "batched":
@@ -114,11 +114,13 @@ def diagonal_fisher(
     with evaluating(model), unchanged(model), uncompiled(model), random_state_kept(run.device):
         for inputs, targets in batches:
             run.add(detached(inputs), targets, bar)
-            if rtol is not None and run.samples >= _LEAST_SAMPLES:
-                reached = run.error.relative().trace
-                if reached is not None and reached <= rtol:
-                    note(f"stopped after {run.samples:,} samples: the trace's standard error is {reached:.1%}")
-                    break
+            reached = run.error.relative().trace if rtol is not None else None
+            if rtol is not None and reached is not None and reached <= rtol and run.samples >= _LEAST_SAMPLES:
+                note(f"stopped after {run.samples:,} samples: the trace's standard error is {reached:.1%}")
+                break
+        else:
+            if rtol is not None:
+                note(f"all {run.samples:,} samples are seen before the trace's standard error is {rtol:.1%}")
     return run.result()
 
 

@@ -187,6 +187,8 @@ class Engine:
             way = "one sample at a time" if self._refusal else "vectorised (torch.func)"
             reasons = "; ".join(f"{name} {reason}" for name, reason in list(rest.items())[:3])
             more = "; ..." if len(rest) > 3 else ""
+            if not self._rules:
+                reasons, more = "rules are off", ""
             refused = f"; torch.func refused: {self._refusal}" if self._refusal else ""
             parts.append(f"per-sample gradients, {way}, for {_count(rest)} ({reasons}{more}{refused})")
         if zero:

@@ -106,7 +106,7 @@ def make_plan(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs
     unseen = reached - together.capture.seen - set(rest)
     rest |= dict.fromkeys(unseen, "is used where torch's functions don't show it")
     course, lost = _course(singles, together, reached - set(rest))
-    rest |= lost if rules else dict.fromkeys(reached, "could have a rule, and rules are off")
+    rest |= lost if rules else dict.fromkeys(reached, "would have rules, but they are off")
     rest = {name: reason for name, reason in rest.items() if name in reached}
     ruled = {name: p for name, p in parameters.items() if name not in rest and name in reached}
     rest |= _disagreeing(model, ruled, _narrow(course, set(ruled)), two, vectors, truth)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ewc_finetune.data.domain import Batch, Domain
 from ewc_finetune.devices import random_state_kept
-from ewc_finetune.errors import DataError
+from ewc_finetune.errors import ArchitectureError, DataError
 from ewc_finetune.inputs import Inputs, call, each
 from ewc_finetune.modes import evaluating
 
@@ -101,6 +101,7 @@ def find_layout(
                 outputs = call(model, layout.present(sample, dtype))
             check_outputs(outputs)
         except Exception as error:  # noqa: BLE001 - a model may raise anything for an input it can't take
+            _refuse_batch_statistics(model, error)
             refusals.append(f"{'flattened' if layout.flat else 'as it is'}: {str(error).partition(chr(10))[0][:200]}")
         else:
             return layout, tuple(outputs.shape[1:])
@@ -109,6 +110,16 @@ def find_layout(
         raise DataError(f"{name}: samples have shape {_show(shape)}; the model takes {_show(wanted)}.{_advice(wanted)}")
     described = f"shape {_show(shape)}" if isinstance(sample, Tensor) else layouts[0].describe()
     raise DataError(f"{name}: a sample of {described} does not go into the model ({'; '.join(refusals)})")
+
+
+def _refuse_batch_statistics(model: nn.Module, error: Exception) -> None:
+    """Name the modules that cannot take a single sample, if that is what the model failed for."""
+    names = [name for name, module in model.named_modules() if getattr(module, "track_running_stats", True) is False]
+    if names and "more than 1" in str(error):
+        raise ArchitectureError(
+            f"{', '.join(names)}: without running statistics, normalisation takes those of the batch, and a single "
+            "sample has none. Give it running statistics (track_running_stats=True), or use group or layer norm"
+        ) from error
 
 
 def feed(batches: Iterable[Batch], layout: Layout, model: nn.Module, device: torch.device) -> Iterator[Batch]:

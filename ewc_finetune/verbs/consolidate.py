@@ -73,7 +73,7 @@ def consolidate(
             draws from them. `auto` is exact for up to 32 outputs and sampled beyond.
         draws: How many labels `sampled` draws for each sample.
         samples: Use a random subset of so many (the first so many of a loader's); all unless given. `auto` goes on, in
-            random order, until the standard error of the trace is `rtol` of it.
+            random order, until the standard error of the trace is `rtol` of it, and for 200 samples at least.
         rtol: See `samples`.
         rules: Whether to use layer rules, which are fast; without them each parameter takes the fallback.
         batch_size: Samples at once; matters to the result for `batched` alone.
@@ -97,12 +97,18 @@ def consolidate(
     if output is not None:
         check_output(Path(output), overwrite, [model])
     check_choice("estimator", estimator, ESTIMATORS)
-    if isinstance(samples, str) and samples != "auto":
-        raise UsageError(f"samples is {samples!r}; expected a number or auto")
-    if isinstance(samples, int) and samples < 1:
-        raise UsageError(f"samples is {samples}; expected at least 1")
+    if samples is not None and samples != "auto" and (type(samples) is not int or samples < 1):
+        raise UsageError(f"samples is {samples}; expected auto or a whole number, at least 1")
+    if type(draws) is not int or draws < 1:
+        raise UsageError(f"draws is {draws}; expected a whole number, at least 1")
+    if draws > 1 and estimator not in ("sampled", "auto"):
+        raise UsageError(f"draws is {draws}, and the {estimator} estimator draws nothing; use sampled")
     if not 0 < rtol < 1:
-        raise UsageError(f"rtol is {rtol:g}; expected a number between 0 and 1")
+        raise UsageError(f"rtol is {rtol:g}; expected more than 0 and less than 1")
+    if samples == "auto" and estimator == "batched":
+        raise UsageError("the batched estimator has no standard error to stop at; give a number of samples")
+    if samples != "auto" and rtol != DEFAULT_RTOL:
+        progress.note(f"rtol {rtol:g} does nothing without samples auto")
     if batch_size < 1:
         raise UsageError(f"batch size is {batch_size}; expected at least 1")
     opened = open_model(model, architecture)
