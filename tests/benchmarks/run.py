@@ -1,6 +1,6 @@
 """Time the Fisher against a plain forward and backward pass, and measure what memory it takes.
 
-    python tests/benchmarks/run.py [--models MLP CNN] [--methods ...] [--repeats 5] [--no-memory]
+    python tests/benchmarks/run.py [--models MLP CNN] [--methods ...] [--repeats 5] [--no-time] [--no-memory]
 
 All methods of a model take turns within one process, on two threads. A figure is the median time of a batch by that of
 the plain pass in the same turn: the median over the turns, and the range. Memory is the growth of the process's peak,
@@ -103,8 +103,7 @@ def memory_row(name: str) -> list[str]:
 
     def child(method: str, batches: int) -> float:
         command = [sys.executable, __file__, "--memory-of", name, method, str(batches)]
-        runs = [float(subprocess.run(command, check=True, capture_output=True, text=True).stdout) for _ in range(3)]
-        return median(runs)
+        return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
     unit, one, many = child("plain", 4), child("ewc-finetune", 4), child("ewc-finetune", 16)
     exact = "-" if CASES[name].likelihood == "per-token" else f"{child('ewc-finetune, exact', 4) / unit:.2f}"
@@ -128,6 +127,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--no-time", action="store_true")
     parser.add_argument("--memory-of", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
@@ -136,6 +136,15 @@ def main() -> None:
         name, method, batches = options.memory_of
         sys.stdout.write(f"{measure_memory(name, method, int(batches))}\n")
         return
+    if not options.no_time:
+        time_table(options)
+    if not options.no_memory and Path("/proc/self/clear_refs").exists():
+        header = ["peak memory", "plain pass", "empirical, 4 batches", "16 batches", "exact, 4 batches"]
+        table([header, *(memory_row(name) for name in options.models)])
+
+
+def time_table(options: argparse.Namespace) -> None:
+    """Print the table of times."""
     rows = [["time / plain pass", *options.models]]
     timed = {}
     for name in options.models:
@@ -143,9 +152,6 @@ def main() -> None:
         timed[name] = time_model(name, known, options.repeats)
     rows += [[method, *(timed[name].get(method, "-") for name in options.models)] for method in options.methods]
     table(rows)
-    if not options.no_memory and Path("/proc/self/clear_refs").exists():
-        header = ["peak memory", "plain pass", "empirical, 4 batches", "16 batches", "exact, 4 batches"]
-        table([header, *(memory_row(name) for name in options.models)])
 
 
 if __name__ == "__main__":
