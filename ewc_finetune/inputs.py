@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -89,7 +89,7 @@ def outputs_of(result: Any) -> Tensor:
     if isinstance(result, Mapping):
         named = {str(name): value for name, value in result.items() if isinstance(value, Tensor)}
     elif isinstance(result, (tuple, list)) and not hasattr(result, "logits"):
-        found = next(_tensors(result), None)
+        found = next((value for value in result if isinstance(value, Tensor)), None)
         if found is not None:
             return found
         named = {}
@@ -105,12 +105,6 @@ def outputs_of(result: Any) -> Tensor:
         + (f" with {', '.join(named)}" if named else "")
         + "; expected a tensor of outputs, a tuple that begins with it, or a dictionary in which it is 'logits'"
     )
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
 
 
 def detached(inputs: Inputs) -> Inputs:

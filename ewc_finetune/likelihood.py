@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,34 +19,10 @@ from torch.nn import functional
 from ewc_finetune.address import suggest
 from ewc_finetune.choices import Estimator
 from ewc_finetune.errors import DataError, UsageError
+from ewc_finetune.factors import Factors, diagonal_factors, softmax_factors
 from ewc_finetune.precision import wide
 
 IGNORED = -100  # the label of a token that doesn't count, as in torch's cross-entropy
-
-
-@dataclass(frozen=True)
-class Factors:
-    """The vectors `s_m` of a batch, made one at a time: a thousand classes would not fit all at once.
-
-    Attributes:
-        count: How many there are (M).
-    """
-
-    count: int
-    _make: Callable[[int], Tensor]
-    _squares: Callable[[], Tensor]
-
-    def __getitem__(self, m: int) -> Tensor:
-        """Return vector m for every sample, in the shape of the outputs."""
-        return self._make(m)
-
-    def squares(self) -> Tensor:
-        """Return `sum_m s_m^2`, the diagonal of each `S_n`, in the shape of the outputs."""
-        return self._squares()
-
-    def stack(self, samples: slice) -> Tensor:
-        """Return all vectors of some samples, shape `(M, samples, *output)`."""
-        return torch.stack([self._make(m)[samples] for m in range(self.count)])
 
 
 class Likelihood(ABC):
@@ -181,8 +155,8 @@ class Categorical(Likelihood):
         _check_classes(targets, output_shape[-1], where)
 
     def exact(self, outputs: Tensor) -> Factors:
-        """See `_softmax_factors`: at most classes - 1 vectors."""
-        return _softmax_factors(outputs.softmax(dim=1))
+        """See `softmax_factors`: at most classes - 1 vectors."""
+        return softmax_factors(outputs.softmax(dim=1))
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """`e_y - p`, in which the sum of the others takes the place of `1 - p_y`, which would cancel near certainty."""
@@ -240,7 +214,7 @@ class PerToken(Categorical):
     def exact(self, outputs: Tensor) -> Factors:
         """Those of each token by itself, at most classes - 1: given the input, tokens are independent."""
         tokens = outputs.shape[1]
-        each = _softmax_factors(outputs.softmax(dim=2).flatten(0, 1))
+        each = softmax_factors(outputs.softmax(dim=2).flatten(0, 1))
 
         def make(m: int) -> Tensor:
             token, k = divmod(m, each.count)
@@ -289,7 +263,7 @@ class Bernoulli(Likelihood):
 
     def exact(self, outputs: Tensor) -> Factors:
         """`S_n` is diagonal, `p (1 - p)`: one vector to an answer."""
-        return _diagonal_factors(outputs.sigmoid() * (-outputs).sigmoid())
+        return diagonal_factors(outputs.sigmoid() * (-outputs).sigmoid())
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """`y - p`, written so that nothing cancels near certainty."""
@@ -332,7 +306,7 @@ class Gaussian(Likelihood):
 
     def exact(self, outputs: Tensor) -> Factors:
         """`S_n` is the identity: one vector to an output."""
-        return _diagonal_factors(torch.ones_like(outputs))
+        return diagonal_factors(torch.ones_like(outputs))
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """`y - f(x)`."""
@@ -343,56 +317,6 @@ class Gaussian(Likelihood):
         uniform = torch.rand(outputs.shape, generator=generator, dtype=torch.float64)
         normal: Tensor = torch.special.ndtri(uniform.clamp(min=1e-300))
         return outputs + normal.to(outputs)
-
-
-def _softmax_factors(p: Tensor) -> Factors:
-    """Factor `diag(p) - p p^T` for each row of probabilities, shape `(rows, classes)`.
-
-    This is the Cholesky factor in closed form (Tanabe and Sagae 1992, "An exact Cholesky decomposition and the
-    generalized inverse of the variance-covariance matrix of the multinomial distribution"), with the classes of each
-    row taken in falling order of probability. It has classes - 1 vectors, where `sqrt(p_c) (e_c - p)` would be one
-    more, none of its terms cancels, and what the last ones add is small: those that all together hold less than the
-    dtype's epsilon of the trace over the batch are left out.
-    """
-    ordered, order = p.sort(dim=1, descending=True)
-    # The probability that is left after class m, and with it; summed from the small end.
-    left = ordered.flip(1).cumsum(dim=1).flip(1)
-    after = functional.pad(left[:, 1:], (0, 1))
-    scale = torch.nan_to_num(ordered * after / left)
-    norms = scale * torch.nan_to_num(1 + functional.pad(_tails(ordered.square())[:, 1:], (0, 1)) / after.square())
-    tails = _tails(norms.sum(dim=0, keepdim=True))[0]
-    count = int((tails > torch.finfo(p.dtype).eps * tails[0]).sum())
-
-    def make(m: int) -> Tensor:
-        vector = ordered * -torch.nan_to_num(scale[:, m].sqrt() / after[:, m])[:, None]
-        vector[:, :m] = 0
-        vector[:, m] = scale[:, m].sqrt()
-        return torch.zeros_like(p).scatter_(1, order, vector)
-
-    def squares() -> Tensor:
-        # p (1 - p), with the sum of the others for 1 - p.
-        others = left[:, :1] - ordered
-        others[:, 0] = after[:, 0]
-        return torch.zeros_like(p).scatter_(1, order, ordered * others)
-
-    return Factors(max(1, min(count, p.shape[1] - 1)), make, squares)
-
-
-def _tails(values: Tensor) -> Tensor:
-    """Sum each row from every place to its end."""
-    return values.flip(1).cumsum(dim=1).flip(1)
-
-
-def _diagonal_factors(variance: Tensor) -> Factors:
-    """Factor a diagonal `S_n`: vector m is `sqrt(variance)` at output m and zero elsewhere."""
-    flat = variance.sqrt().reshape(len(variance), -1)
-
-    def make(m: int) -> Tensor:
-        vector = torch.zeros_like(flat)
-        vector[:, m] = flat[:, m]
-        return vector.view_as(variance)
-
-    return Factors(flat.shape[1], make, lambda: variance)
 
 
 def _check_real(name: str, outputs: Tensor, where: str) -> None:

@@ -16,8 +16,9 @@ from ewc_finetune.curvature.ruled import Squares
 from ewc_finetune.curvature.standard_error import RunningError, StandardError
 from ewc_finetune.devices import out_of_memory, random_state_kept
 from ewc_finetune.errors import ArchitectureError, DataError, DeviceError, NonFiniteError, UsageError
+from ewc_finetune.factors import Factors
 from ewc_finetune.inputs import Inputs, count, detached, take
-from ewc_finetune.likelihood import Factors, Likelihood
+from ewc_finetune.likelihood import Likelihood
 from ewc_finetune.modes import evaluating, unchanged, uncompiled
 from ewc_finetune.progress import Bar
 

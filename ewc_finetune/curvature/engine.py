@@ -15,8 +15,8 @@ from ewc_finetune.curvature.stacking import CourseChangedError
 from ewc_finetune.curvature.uses import Workspace
 from ewc_finetune.devices import out_of_memory
 from ewc_finetune.errors import ArchitectureError
+from ewc_finetune.factors import Factors
 from ewc_finetune.inputs import Inputs, call, count, each, take
-from ewc_finetune.likelihood import Factors
 
 # So many plans are kept: one for each length that sequences have.
 _PLANS = 256

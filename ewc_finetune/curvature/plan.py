@@ -23,8 +23,8 @@ from ewc_finetune.curvature.stacking import CourseChangedError, Stack, Stacking,
 from ewc_finetune.curvature.uses import Workspace
 from ewc_finetune.devices import out_of_memory
 from ewc_finetune.errors import ArchitectureError, DataError
+from ewc_finetune.factors import Factors
 from ewc_finetune.inputs import Inputs, call, count, each, take
-from ewc_finetune.likelihood import Factors
 from ewc_finetune.precision import wide
 
 Signature = tuple[str, tuple[str, ...]]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ewc_finetune.curvature.capture import Call, Capture
 from ewc_finetune.curvature.stacking import CourseChangedError, Stack, Stacking
-from ewc_finetune.curvature.uses import Shared, Use, Workspace, sum_by_sample
+from ewc_finetune.curvature.uses import Elementwise, Shared, Use, Workspace, sum_by_sample
+from ewc_finetune.factors import Factors
 from ewc_finetune.inputs import Inputs, call, count
-from ewc_finetune.likelihood import Factors
 from ewc_finetune.precision import wide
 
 # (sum over samples and vectors of squared gradients, its sum over the parameter for each sample), by parameter
@@ -72,24 +73,28 @@ class _Watched:
 
     def receive(self, gradient: Tensor, workspace: Workspace) -> None:
         """Take in the gradient of one vector, stacked."""
-        if any(use.takes_squares(gradient.shape) for use in self.uses.values()):
+        others = [use for use in self.uses.values() if not _takes_squares(use, gradient.shape)]
+        if len(others) < len(self.uses):
             g = wide(gradient)
             self.squares = g.square() if self.squares is None else self.squares.addcmul_(g, g)
-        for use in self.uses.values():
-            if not use.takes_squares(gradient.shape):
-                use.add(gradient, workspace)
+        for use in others:
+            use.add(gradient, workspace)
 
     def finish(self, shape: tuple[int, ...], workspace: Workspace) -> Squares:
         """Return what the uses found, and let go of what they held; `shape` is the gradients', stacked."""
         found = {}
         by_sample = None if self.squares is None else sum_by_sample(self.squares)
         for name, use in self.uses.items():
-            if self.squares is not None and by_sample is not None and use.takes_squares(shape):
+            if self.squares is not None and by_sample is not None and _takes_squares(use, shape):
                 found[name] = use.from_squares(self.squares, by_sample, workspace)
             else:
-                found[name] = use.finish(workspace)
+                found[name] = use.finish()
         self.uses, self.squares = {}, None
         return found
+
+
+def _takes_squares(use: Use, shape: Sequence[int]) -> TypeGuard[Elementwise]:
+    return isinstance(use, Elementwise) and use.takes_squares(shape)
 
 
 class RuledPass:
@@ -182,7 +187,7 @@ class RuledPass:
         if edge.node is not self.outputs.grad_fn or edge.output_nr != self.outputs.output_nr or watched.shared:
             return None
         shape = watched.stack(self.outputs.detach()).shape
-        if not all(use.takes_squares(shape) for use in watched.uses.values()):
+        if not all(_takes_squares(use, shape) for use in watched.uses.values()):
             return None
         self._hooks.pop().remove()
         self._ends = [end for end in self._ends if end.node is not edge.node]
@@ -227,5 +232,5 @@ class RuledPass:
                 use.add_all(self._arrived[name], self._workspace)
         for name, use in shared.items():
             if use.squares is not None:
-                self._results[name] = use.finish(self._workspace)
+                self._results[name] = use.finish()
         return self._results

@@ -61,12 +61,16 @@ def sum_over_samples(values: Tensor) -> Tensor:
     return (flat.new_ones(len(flat)) @ flat).view(values.shape[1:])
 
 
-class Use(ABC):
-    """One use of one parameter, for one batch.
+class Sums:
+    """Collects squares of per-sample gradients, for one batch.
 
     Args:
         shape: Of the parameter.
         batch: How many samples.
+
+    Attributes:
+        squares: Their sum over the samples, in the parameter's shape; None before the first.
+        by_sample: Their sum over the parameter, for each sample.
     """
 
     def __init__(self, shape: Sequence[int], batch: int) -> None:
@@ -75,28 +79,7 @@ class Use(ABC):
         self.squares: Tensor | None = None
         self.by_sample: Tensor | None = None
 
-    @abstractmethod
-    def gradients(self, gradient: Tensor, samples: slice, workspace: Workspace | None = None) -> Tensor:
-        """Return these samples' gradients by the parameter, shape `(samples, *shape)`.
-
-        `gradient` is G of all the batch's samples, stacked. The result is the caller's to change, and lies in the
-        workspace if there is one.
-        """
-
-    def add(self, gradient: Tensor, workspace: Workspace) -> None:
-        """Add the squares for one vector at the outputs, whose gradient here is `gradient`, stacked."""
-        for samples in self._blocks(gradient):
-            self._add_block(self.gradients(gradient, samples, workspace), samples)
-
-    def takes_squares(self, shape: Sequence[int]) -> bool:
-        """Whether a G of this shape, stacked, is needed only in square: whether `from_squares` can do without `add`."""
-        return False
-
-    def from_squares(self, squares: Tensor, by_sample: Tensor, workspace: Workspace) -> tuple[Tensor, Tensor]:
-        """Return what `finish` would, from the squares of G summed over the vectors, stacked, and their sums."""
-        raise NotImplementedError
-
-    def finish(self, workspace: Workspace) -> tuple[Tensor, Tensor]:
+    def finish(self) -> tuple[Tensor, Tensor]:
         """Return the sum of squares, in the parameter's shape, and its sum over the parameter for each sample."""
         if self.squares is None or self.by_sample is None:
             raise RuntimeError("finish() before add()")
@@ -118,7 +101,36 @@ class Use(ABC):
             self.squares += gradients.square_().sum(dim=0)
 
 
-class Dense(Use):
+class Use(Sums, ABC):
+    """One use of one parameter, for one batch."""
+
+    @abstractmethod
+    def gradients(self, gradient: Tensor, samples: slice, workspace: Workspace | None = None) -> Tensor:
+        """Return these samples' gradients by the parameter, shape `(samples, *shape)`.
+
+        `gradient` is G of all the batch's samples, stacked. The result is the caller's to change, and lies in the
+        workspace if there is one.
+        """
+
+    def add(self, gradient: Tensor, workspace: Workspace) -> None:
+        """Add the squares for one vector at the outputs, whose gradient here is `gradient`, stacked."""
+        for samples in self._blocks(gradient):
+            self._add_block(self.gradients(gradient, samples, workspace), samples)
+
+
+class Elementwise(Use):
+    """A use to which G may matter in square alone: then its squares are summed over the vectors first."""
+
+    @abstractmethod
+    def takes_squares(self, shape: Sequence[int]) -> bool:
+        """Whether that is so for a G of this shape, stacked; `from_squares` then takes the place of `add`."""
+
+    @abstractmethod
+    def from_squares(self, squares: Tensor, by_sample: Tensor, workspace: Workspace) -> tuple[Tensor, Tensor]:
+        """Return what `finish` would, from the squares of G summed over the vectors, stacked, and their sums."""
+
+
+class Dense(Elementwise):
     """The weight of a linear map of vectors, one to a sample: its gradient is the outer product of G and A.
 
     `sum_n (g_n a_n^T)^2 = (G * G)^T (A * A)`, so no per-sample gradient is ever made, and the squares of G are summed
@@ -162,7 +174,7 @@ class DenseSequence(Use):
         return torch.bmm(left.mT, right, out=out)
 
 
-class Spread(Use):
+class Spread(Elementwise):
     """A parameter that is spread over the outputs and multiplies something, or is just added: scales and biases.
 
     Its gradient is `G * factor`, summed over the positions that it was spread to.
@@ -291,16 +303,12 @@ class Custom(Use):
         return wide(self.rule(gradient)[samples]).clone()
 
 
-class Shared(Use):
+class Shared(Sums):
     """A parameter that is used more than once: a sample's gradients are added up before they are squared."""
 
     def __init__(self, uses: Sequence[Use]) -> None:
         super().__init__(uses[0].shape, uses[0].batch)
         self.uses = uses
-
-    def gradients(self, gradient: Tensor, samples: slice, workspace: Workspace | None = None) -> Tensor:
-        """Not of use here: there is a gradient for each use."""
-        raise NotImplementedError
 
     def add_all(self, gradients: Sequence[Tensor | None], workspace: Workspace) -> None:
         """Add the squares for one vector; a use whose output has no part in the model's has None."""
