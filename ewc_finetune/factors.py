@@ -52,11 +52,13 @@ def softmax_factors(p: Tensor) -> Factors:
     norms = scale * torch.nan_to_num(1 + functional.pad(_tails(ordered.square())[:, 1:], (0, 1)) / after.square())
     tails = _tails(norms.sum(dim=0, keepdim=True))[0]
     count = int((tails > torch.finfo(p.dtype).eps * tails[0]).sum())
+    root = scale.sqrt()
+    below = torch.nan_to_num(root / after).neg_()
 
     def make(m: int) -> Tensor:
-        vector = ordered * -torch.nan_to_num(scale[:, m].sqrt() / after[:, m])[:, None]
+        vector = ordered * below[:, m, None]
         vector[:, :m] = 0
-        vector[:, m] = scale[:, m].sqrt()
+        vector[:, m] = root[:, m]
         return torch.zeros_like(p).scatter_(1, order, vector)
 
     def squares() -> Tensor:

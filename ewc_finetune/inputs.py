@@ -37,9 +37,20 @@ def each(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
     return {name: function(tensor) for name, tensor in inputs.items()}
 
 
+def tensors(inputs: Inputs) -> list[Tensor]:
+    """Return the tensors of the batch."""
+    return [inputs] if isinstance(inputs, Tensor) else list(inputs.values())
+
+
 def take(inputs: Inputs, samples: slice | list[int]) -> Inputs:
     """Return some of the batch's samples."""
     return each(lambda tensor: tensor[samples], inputs)
+
+
+def signature(inputs: Inputs) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
+    """Return what batches that fit together have in common: the names, and each sample's shape and dtype."""
+    named = {"": inputs} if isinstance(inputs, Tensor) else inputs
+    return tuple((name, tensor.shape[1:], tensor.dtype) for name, tensor in named.items())
 
 
 def is_inputs(value: object) -> TypeGuard[Inputs]:

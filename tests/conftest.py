@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ewc_finetune.cli import main
+from ewc_finetune.curvature.engine import Engine
 
 
 @pytest.fixture(scope="session")
@@ -56,6 +57,12 @@ def trained(model, dtype=torch.float64, seed=0):
         if name.endswith("running_var"):
             buffer.data = buffer.data.abs() + 0.5
     return model.to(dtype).eval()
+
+
+@pytest.fixture
+def as_they_come(monkeypatch):
+    """Have no batches put together: what happens from one chunk to the next is seen on few samples then."""
+    monkeypatch.setattr(Engine, "good_size", lambda *_: 1)
 
 
 @pytest.fixture

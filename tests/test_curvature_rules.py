@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+import torch.utils.checkpoint
 import torchvision
 from conftest import trained
 from hypothesis import given, settings
@@ -14,9 +15,11 @@ from torch.nn import functional
 import ewc_finetune as ewc
 from ewc_finetune.curvature.diagonal import diagonal_fisher
 from ewc_finetune.curvature.plan import make_plan
-from ewc_finetune.curvature.rules import MODULE_RULES
+from ewc_finetune.curvature.rules import FORMS, MODULE_RULES
 from ewc_finetune.errors import ArchitectureError
 from ewc_finetune.likelihood import Categorical
+
+pytestmark = pytest.mark.usefixtures("as_they_come")
 
 
 def by_hand(model, inputs, targets):
@@ -703,3 +706,40 @@ def test_a_wrong_rule_is_found_out(registered):
 
     with pytest.raises(AssertionError, match=r"weight: the rule's gradients have shape \(4,\); expected \(3, 4\)"):
         ewc.check_rule(trained(Quadratic()), draw(3, 4))
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (5, 3, 4), (5, 3, 4, 2)])
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_norm_in_its_cheaper_form_is_batch_norm(shape, affine):
+    norm = nn.BatchNorm1d(3, affine=affine).double()
+    norm.running_mean, norm.running_var = torch.randn(3).double(), torch.rand(3).double()
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    args = (x, norm.running_mean, norm.running_var, norm.weight, norm.bias)
+    expected, found = functional.batch_norm(*args), FORMS[functional.batch_norm](*args)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    g = torch.randn(shape, dtype=torch.float64)
+    by_form, by_torch = (torch.autograd.grad(outputs, x, g)[0] for outputs in (found, expected))
+    torch.testing.assert_close(by_form, by_torch, rtol=1e-12, atol=1e-12)
+    # Rounding would not be the same in half precision, nor would it have a gradient where none flows on.
+    for other in (x.detach(), x.detach().bfloat16().requires_grad_()):
+        args = tuple(None if t is None else t.detach().to(other.dtype) for t in args[1:])
+        args = (other, *args)
+        assert torch.equal(FORMS[functional.batch_norm](*args), functional.batch_norm(*args))
+
+
+def test_cheaper_forms_are_left_out_where_the_model_is_run_again():
+    """A checkpoint that recomputes compares what is saved; the form saves other things."""
+
+    class Recomputing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=False)
+
+    model, inputs = trained(Recomputing()), torch.randn(4, 4, dtype=torch.float64)
+    plan = make_plan(model, dict(model.named_parameters()), inputs)
+    assert not plan.forms
+    assert not plan.rest
+    assert make_plan(model.body, dict(model.body.named_parameters()), inputs).forms

@@ -17,6 +17,8 @@ from ewc_finetune.curvature.fallback import one_at_a_time, vectorised
 from ewc_finetune.errors import ArchitectureError, DataError, DeviceError, NonFiniteError, UsageError
 from ewc_finetune.likelihood import Categorical, get_likelihood
 
+pytestmark = pytest.mark.usefixtures("as_they_come")
+
 
 def reference(model, inputs, targets, estimator, batch_size=4, seed=0):
     """Differentiate log p(y | x) itself, one sample and one label at a time, in float64."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ewc_finetune.curvature.rules import FUNCTION_RULES, MODULE_RULES, Maker, Rule
+from ewc_finetune.curvature.rules import FORMS, FUNCTION_RULES, MODULE_RULES, Maker, Rule
 from ewc_finetune.curvature.stacking import Stack
 from ewc_finetune.curvature.uses import Custom
 from ewc_finetune.errors import ArchitectureError
@@ -66,20 +66,30 @@ class Capture(TorchFunctionMode):
         model: The model that will run.
         parameters: The parameters to look for, by name.
         report: Called with every call that a rule knows, right after it.
+        forms: Whether functions may take their cheaper forms, in which no gradient flows to the parameters themselves.
 
     Attributes:
         unknown: Parameters that were used in a way no rule knows, each with the way.
         seen: Parameters that were used at all.
+        elements: How many numbers the functions returned.
     """
 
-    def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor], report: Callable[[Call], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, Tensor],
+        report: Callable[[Call], None],
+        forms: bool = False,
+    ) -> None:
         super().__init__()
         self.unknown: dict[str, str] = {}
         self.seen: set[str] = set()
+        self.elements = 0
         self._model = model
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._module_names: dict[int, str] = {}
         self._report = report
+        self._forms = FORMS if forms else {}
         self._inside: list[str] = []  # the modules that are running, outermost first
         self._hidden = 0  # how many modules with a rule of their own are running
 
@@ -95,12 +105,14 @@ class Capture(TorchFunctionMode):
             elif func is functional.batch_norm:
                 self._refuse_batch_statistics(args, kwargs)
             result = func(*args, **kwargs)
+            self.elements += sum(tensor.numel() for tensor in _tensors(result))
             if not self._hidden:
                 self._note(func, result, args, kwargs)
             return result
         if func is functional.batch_norm:
             self._refuse_batch_statistics(args, kwargs)
-        output = func(*args, **kwargs)
+        output = self._forms.get(func, func)(*args, **kwargs)
+        self.elements += sum(tensor.numel() for tensor in _tensors(output))
         if isinstance(output, Tensor) and output.requires_grad:
             self._apply(func, rule, output, args, kwargs)
         return output

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ewc_finetune.choices import ESTIMATORS, Estimator, check_choice
 from ewc_finetune.curvature import fallback
 from ewc_finetune.curvature.engine import Engine
+from ewc_finetune.curvature.gathering import gathered
 from ewc_finetune.curvature.ruled import Squares
 from ewc_finetune.curvature.standard_error import RunningError, StandardError
 from ewc_finetune.devices import out_of_memory, random_state_kept
@@ -113,7 +114,7 @@ def diagonal_fisher(
     draw = generator or torch.Generator().manual_seed(0)
     run = _Run(model, parameters, likelihood, estimator, draws, rules, draw, note)
     with evaluating(model), unchanged(model), uncompiled(model), random_state_kept(run.device):
-        for inputs, targets in batches:
+        for inputs, targets in gathered(batches, run.good_size):
             run.add(detached(inputs), targets, bar)
             reached = run.error.relative().trace if rtol is not None else None
             if rtol is not None and reached is not None and reached <= rtol and run.samples >= _LEAST_SAMPLES:
@@ -159,12 +160,20 @@ class _Run:
         self.samples, self.loss, self.right, self.labelled = 0, 0.0, 0.0, True
         self.limit = _CHUNK  # less once it is known that so many don't fit into memory
 
+    def good_size(self, inputs: Inputs) -> int:
+        """Return how many samples of small batches go into one chunk."""
+        if self.estimator == "batched":
+            return 1
+        try:
+            return min(self.limit, self.engine.good_size(detached(inputs)))
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            return 1
+
     def add(self, inputs: Inputs, targets: Tensor | None, bar: Bar | None) -> None:
         """Take in one batch, in chunks that fit; none of it counts before all of a chunk is done."""
-        size = count(inputs)
-        if targets is not None and len(targets) != size:
-            raise DataError(f"a batch has {size} inputs and {len(targets)} labels; expected as many")
-        start = 0
+        size, start = count(inputs), 0
         while start < size:
             stop = size if self.estimator == "batched" else min(size, start + self.limit)
             labels = None if targets is None else targets[start:stop]

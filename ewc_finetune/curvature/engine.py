@@ -12,11 +12,11 @@ from ewc_finetune.curvature import fallback
 from ewc_finetune.curvature.plan import Plan, agree, make_plan
 from ewc_finetune.curvature.ruled import RuledPass, Squares, differentiable
 from ewc_finetune.curvature.stacking import CourseChangedError
-from ewc_finetune.curvature.uses import Workspace
+from ewc_finetune.curvature.uses import Workspace, budget
 from ewc_finetune.devices import out_of_memory
 from ewc_finetune.errors import ArchitectureError
 from ewc_finetune.factors import Factors
-from ewc_finetune.inputs import Inputs, call, count, each, take
+from ewc_finetune.inputs import Inputs, call, count, each, signature, take, tensors
 
 # So many plans are kept: one for each length that sequences have.
 _PLANS = 256
@@ -48,13 +48,19 @@ class Engine:
 
     def plan(self, inputs: Inputs) -> Plan:
         """Return the plan for samples of this shape; made on the first of them (see `make_plan`)."""
-        named = {"": inputs} if isinstance(inputs, Tensor) else inputs
-        key = tuple((name, tensor.shape[1:], tensor.dtype) for name, tensor in named.items())
+        key = signature(inputs)
         if key not in self._plans:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
             self._plans[key] = make_plan(self.model, self.parameters, inputs, self._rules)
         return self._plans[key]
+
+    def good_size(self, inputs: Inputs) -> int:
+        """Return how many samples of this shape are small enough to be worth no more than one chunk."""
+        plan = self.plan(inputs)
+        if plan.rest or any(isinstance(module, torch.jit.ScriptModule) for module in self.model.modules()):
+            return 1  # the fallback has chunks of its own, and what TorchScript allocates does not show
+        return budget(tensors(inputs)[0].device) // (4 * max(plan.elements, 1))
 
     def squares(self, inputs: Inputs, factors_of: Callable[[Tensor], Factors]) -> tuple[Tensor, Squares]:
         """Run one chunk through the model.
@@ -102,7 +108,7 @@ class Engine:
         # What was not used before must be seen if it is used now.
         watched = {**ruled, **{name: self.parameters[name] for name in plan.unused}}
         with differentiable(self.model, watched):
-            passed = RuledPass(self.model, watched, plan.course, _fresh(plan, inputs), self._workspace)
+            passed = RuledPass(self.model, watched, plan.course, _fresh(plan, inputs), self._workspace, plan.forms)
             with passed:
                 factors = factors_of(passed.outputs)
                 return passed.outputs.detach(), factors, passed.squares(factors)

@@ -24,7 +24,7 @@ from ewc_finetune.curvature.uses import Workspace
 from ewc_finetune.devices import out_of_memory
 from ewc_finetune.errors import ArchitectureError, DataError
 from ewc_finetune.factors import Factors
-from ewc_finetune.inputs import Inputs, call, count, each, take
+from ewc_finetune.inputs import Inputs, call, count, each, take, tensors
 from ewc_finetune.precision import wide
 
 Signature = tuple[str, tuple[str, ...]]
@@ -47,6 +47,8 @@ class Plan:
         course: The calls to expect of the model, for `RuledPass`.
         refusal: Why `vmap` cannot do the rest, or None when it can.
         output_shape: Of the outputs for one sample.
+        elements: How many numbers the model makes of one sample on its way, the sample's own among them.
+        forms: Whether functions may take their cheaper forms on the way.
         mutates: Whether the model changes its own inputs in place, and needs a fresh copy each time.
     """
 
@@ -57,6 +59,8 @@ class Plan:
     course: Course
     refusal: str | None
     output_shape: tuple[int, ...]
+    elements: int
+    forms: bool = True
     mutates: bool = False
 
 
@@ -109,7 +113,8 @@ def make_plan(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs
     rest |= lost if rules else dict.fromkeys(reached, "would have rules, but they are off")
     rest = {name: reason for name, reason in rest.items() if name in reached}
     ruled = {name: p for name, p in parameters.items() if name not in rest and name in reached}
-    rest |= _disagreeing(model, ruled, _narrow(course, set(ruled)), two, vectors, truth)
+    wrong, forms = _disagreeing(model, ruled, _narrow(course, set(ruled)), two, vectors, truth)
+    rest |= wrong
     ruled = {name: p for name, p in ruled.items() if name not in rest}
     idle = [name for name in parameters if name not in rest and name not in reached]
     return Plan(
@@ -120,6 +125,8 @@ def make_plan(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs
         course=_narrow(course, set(ruled)),
         refusal=_refusal(model, {name: parameters[name] for name in rest}, two, vectors, truth) if rest else None,
         output_shape=tuple(together.outputs.shape[1:]),
+        elements=(together.capture.elements + sum(tensor.numel() for tensor in tensors(two))) // 2,
+        forms=forms,
         mutates=together.mutates,
     )
 
@@ -151,8 +158,7 @@ def _two_samples(inputs: Inputs) -> Inputs:
 
     if count(inputs) > 1:
         two = take(inputs, [0, count(inputs) - 1])
-        tensors = [two] if isinstance(two, Tensor) else list(two.values())
-        if any(not torch.equal(tensor[0], tensor[1]) for tensor in tensors):
+        if any(not torch.equal(tensor[0], tensor[1]) for tensor in tensors(two)):
             return two
     return each(turned, inputs)
 
@@ -173,13 +179,13 @@ def _run(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs) -> 
                 "the model recomputes its activations with a checkpoint that autograd does not see through; use "
                 "torch.utils.checkpoint(..., use_reentrant=False), or none"
             ) from error
-    changed = {tensor._version for tensor in ([copy] if isinstance(copy, Tensor) else copy.values())} != {0}
+    changed = {tensor._version for tensor in tensors(copy)} != {0}
     return _Run(outputs, calls, capture, changed)
 
 
 def _random_state(inputs: Inputs) -> Tensor:
     """Return the state of the random number generators that the model would draw from."""
-    device = (inputs if isinstance(inputs, Tensor) else next(iter(inputs.values()))).device
+    device = tensors(inputs)[0].device
     states = [torch.get_rng_state()]
     if device.type in ("cuda", "mps"):
         states.append(getattr(torch, device.type).get_rng_state())
@@ -279,31 +285,37 @@ def _disagreeing(
     inputs: Inputs,
     vectors: Tensor,
     truth: Mapping[str, Tensor],
-) -> dict[str, str]:
-    """Return the parameters whose squares by the rules are not those by autograd, each with the reason."""
+    forms: bool = True,
+) -> tuple[dict[str, str], bool]:
+    """Compare the rules with autograd.
+
+    Returns:
+        The parameters whose squares differ, each with the reason, and whether functions could take cheaper forms.
+    """
     if not parameters:
-        return {}
+        return {}, forms
     try:
         with (
             differentiable(model, parameters),
-            RuledPass(model, parameters, course, each(torch.clone, inputs), Workspace()) as passed,
+            RuledPass(model, parameters, course, each(torch.clone, inputs), Workspace(), forms) as passed,
         ):
             found = passed.squares(Factors(1, lambda _: vectors, lambda: wide(vectors).square()))
     except Exception as error:
         if out_of_memory(error):
             raise
+        if forms:
+            return _disagreeing(model, parameters, course, inputs, vectors, truth, forms=False)
         if len(parameters) == 1:
-            return dict.fromkeys(parameters, f"has a rule that fails with {type(error).__name__}: {error}"[:200])
+            reason = f"has a rule that fails with {type(error).__name__}: {error}"[:200]
+            return dict.fromkeys(parameters, reason), forms
         # One rule has failed; the others may be good.
         alone = [({name: p}, _narrow(course, {name})) for name, p in parameters.items()]
         wrong: dict[str, str] = {}
         for one, part in alone:
-            wrong |= _disagreeing(model, one, part, inputs, vectors, truth)
-        return wrong
-    return dict.fromkeys(
-        _differing({name: squares for name, (squares, _) in found.items()}, parameters, truth),
-        "has a rule that differs from autograd",
-    )
+            wrong |= _disagreeing(model, one, part, inputs, vectors, truth, forms)[0]
+        return wrong, forms
+    differing = _differing({name: squares for name, (squares, _) in found.items()}, parameters, truth)
+    return dict.fromkeys(differing, "has a rule that differs from autograd"), forms
 
 
 def _differing(found: Mapping[str, Tensor], parameters: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> list[str]:

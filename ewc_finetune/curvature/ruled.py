@@ -106,6 +106,7 @@ class RuledPass:
         course: The signature and stacking of each call that is to be expected.
         inputs: One batch.
         workspace: To be used again from batch to batch.
+        forms: Whether functions may take their cheaper forms; not where something else runs the model once more.
 
     Raises:
         CourseChangedError: if the model's calls are not the expected ones.
@@ -118,6 +119,7 @@ class RuledPass:
         course: Course,
         inputs: Inputs,
         workspace: Workspace,
+        forms: bool = True,
     ) -> None:
         self._course = course
         self._workspace = workspace
@@ -132,7 +134,7 @@ class RuledPass:
         self._scale: Tensor | None = None
         self._calls = 0
         self._times = {name: sum(name in names for (_, names), _ in course) for name in parameters}
-        capture = Capture(model, parameters, self._watch)
+        capture = Capture(model, parameters, self._watch, forms)
         try:
             with capture.running():
                 self.outputs = call(model, inputs)

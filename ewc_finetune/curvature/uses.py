@@ -18,16 +18,20 @@ from torch import Tensor
 from ewc_finetune.curvature.convolution import Convolution, better_alone, weight_gradients
 from ewc_finetune.precision import wide
 
-# Per-sample gradients are made in blocks of this many bytes: small enough to stay near the cache, large enough for the
-# matrix products to be worth their overhead.
+# What is worked on together is of this many bytes: small enough to stay near the cache, large enough for the matrix
+# products to be worth their overhead.
 _CPU_BLOCK = 8 << 20
 _ACCELERATOR_BLOCK = 512 << 20
 
 
+def budget(device: torch.device) -> int:
+    """Return how many bytes a block may have."""
+    return _CPU_BLOCK if device.type == "cpu" else _ACCELERATOR_BLOCK
+
+
 def blocks(batch: int, elements: int, device: torch.device) -> Iterator[slice]:
     """Cut a batch into blocks of samples whose gradients, of so many elements each, fit the budget."""
-    budget = _CPU_BLOCK if device.type == "cpu" else _ACCELERATOR_BLOCK
-    step = max(1, min(batch, budget // (4 * max(elements, 1))))
+    step = max(1, min(batch, budget(device) // (4 * max(elements, 1))))
     for start in range(0, batch, step):
         yield slice(start, min(start + step, batch))
 

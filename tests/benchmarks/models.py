@@ -20,7 +20,8 @@ class Case:
         build: Makes the model.
         batch: Samples at once.
         draw: Makes inputs and labels for so many samples.
-        batches: How many are timed together.
+        first: Batches that are not timed: in them a pass makes its plan, and compares more often than later.
+        batches: How many are timed together, after these.
         likelihood: Name of the likelihood.
         converter: Whether BackPACK must convert the model's graph, which it does not see through otherwise.
     """
@@ -28,6 +29,7 @@ class Case:
     build: Callable[[], nn.Module]
     batch: int
     draw: Callable[[int], tuple[Tensor, Tensor]]
+    first: int
     batches: int
     likelihood: str = "categorical"
     converter: bool = False
@@ -81,15 +83,16 @@ def _images(*shape: int) -> Callable[[int], tuple[Tensor, Tensor]]:
 
 CASES = {
     "MLP": Case(
-        lambda: MLP(in_features=784, hidden=(256, 128), num_classes=10, batch_norm=True), 200, _images(784), 20
+        lambda: MLP(in_features=784, hidden=(256, 128), num_classes=10, batch_norm=True), 200, _images(784), 32, 24
     ),
-    "CNN": Case(_cnn, 64, _images(1, 28, 28), 9),
-    "ResNet-18": Case(_resnet, 32, _images(3, 32, 32), 3, converter=True),
+    "CNN": Case(_cnn, 64, _images(1, 28, 28), 8, 7),
+    "ResNet-18": Case(_resnet, 32, _images(3, 32, 32), 4, 3, converter=True),
     "LM": Case(
         LanguageModel,
         16,
         lambda samples: (torch.randint(0, 1000, (samples, 128)), torch.randint(0, 1000, (samples, 128))),
         4,
+        3,
         "per-token",
     ),
 }

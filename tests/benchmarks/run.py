@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from methods import EXACT, METHODS, SLOW, Batches, Run, plain
+from methods import EXACT, METHODS, SLOW, Run, plain
 from models import CASES, Case
 from torch import Tensor
 
@@ -34,13 +34,19 @@ def make(case: Case, batches: int) -> list[tuple[Tensor, Tensor]]:
     return [case.draw(case.batch) for _ in range(batches)]
 
 
-def watched(batches: Batches, seconds: list[float]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Hand out batches, and note how long each was worked on; the first, with what comes once, doesn't count."""
-    for index, batch in enumerate(batches):
-        start = time.perf_counter()
-        yield batch
-        if index:
-            seconds.append(time.perf_counter() - start)
+def seconds(run: Run, batches: list[tuple[Tensor, Tensor]], first: int) -> float:
+    """Return how long one batch takes; the first ones, with what comes once, don't count."""
+    start = 0.0
+
+    def watched() -> Iterator[tuple[Tensor, Tensor]]:
+        nonlocal start
+        for index, batch in enumerate(batches):
+            if index == first:
+                start = time.perf_counter()
+            yield batch
+
+    run(watched())
+    return (time.perf_counter() - start) / (len(batches) - first)
 
 
 def attempt(case: Case, method: str, model: torch.nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Run | str:
@@ -60,19 +66,17 @@ def time_model(name: str, methods: list[str], repeats: int) -> dict[str, str]:
     """Return for each method the median over the repeats, and the range, of its time by that of the plain pass."""
     case = CASES[name]
     torch.manual_seed(0)
-    model, batches = case.build().eval(), make(case, case.batches)
+    model, batches = case.build().eval(), make(case, case.first + case.batches)
     unit = plain(copy.deepcopy(model), case)
     unit(batches)
     prepared = {method: attempt(case, method, model, batches) for method in methods}
     found: dict[str, list[float]] = {method: [] for method in methods}
     for _ in range(repeats):
-        ones: list[float] = []
-        unit(watched(batches, ones))
+        one = seconds(unit, batches, case.first)
         for method, run in prepared.items():
             if not isinstance(run, str):
-                seconds: list[float] = []
-                run(watched(batches[:3] if method in SLOW else batches, seconds))
-                found[method].append(median(seconds) / median(ones))
+                slow = seconds(run, batches[:3], 1) if method in SLOW else seconds(run, batches, case.first)
+                found[method].append(slow / one)
     return {
         method: run if isinstance(run, str) else f"{median(r):.2f} ({min(r):.2f}-{max(r):.2f})"
         for (method, run), r in zip(prepared.items(), found.values(), strict=True)
