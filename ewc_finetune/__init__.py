@@ -28,11 +28,14 @@ if TYPE_CHECKING:
     from ewc_finetune.verbs.consolidate import consolidate
     from ewc_finetune.verbs.evaluate import Score, evaluate
     from ewc_finetune.verbs.finetune import Finetuned, finetune
+    from ewc_finetune.verbs.inspect import Inspection, inspect
+    from ewc_finetune.verbs.merge import merge
 
 __all__ = [
     "Anchor",
     "EwcError",
     "Finetuned",
+    "Inspection",
     "Penalty",
     "Provenance",
     "Score",
@@ -42,6 +45,8 @@ __all__ = [
     "diagonal_fisher",
     "evaluate",
     "finetune",
+    "inspect",
+    "merge",
     "register_rule",
 ]
 
@@ -49,6 +54,7 @@ _HOMES = {
     "Anchor": "anchor",
     "EwcError": "errors",
     "Finetuned": "verbs.finetune",
+    "Inspection": "verbs.inspect",
     "Penalty": "penalty",
     "Provenance": "provenance",
     "Score": "verbs.evaluate",
@@ -57,6 +63,8 @@ _HOMES = {
     "diagonal_fisher": "curvature.diagonal",
     "evaluate": "verbs.evaluate",
     "finetune": "verbs.finetune",
+    "inspect": "verbs.inspect",
+    "merge": "verbs.merge",
     "register_rule": "curvature.rules",
 }
 

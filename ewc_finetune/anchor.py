@@ -14,13 +14,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ewc_finetune.errors import AnchorError, NonFiniteError, StorageError
 from ewc_finetune.files import atomic_write, sha256
 from ewc_finetune.provenance import Provenance, read_provenance
+from ewc_finetune.tensor_file import TensorFile, opened, shapes_of
 
 FORMAT = "ewc-anchor"
 FORMAT_VERSION = 1
@@ -85,43 +86,56 @@ class Anchor:
 
     @classmethod
     def load(cls, path: str | Path) -> Anchor:
-        """Read and validate an anchor file; nothing in it is ever executed.
+        """Read and validate an anchor file whole; nothing in it is ever executed.
 
         Raises:
             AnchorError: if the file is missing, is no anchor, is of a newer format, or contradicts itself.
             NonFiniteError: if a tensor holds NaN or infinity.
         """
+        anchor = cls.open(path)
+        whole = replace(anchor, weights=dict(anchor.weights), fisher=dict(anchor.fisher), buffers=dict(anchor.buffers))
+        _check_not_zero(whole)
+        return whole
+
+    @classmethod
+    def open(cls, path: str | Path, *, digest: bool = True) -> Anchor:
+        """Open an anchor file without reading its tensors: each is read, and checked, when it is asked for.
+
+        That is how a thousand anchors are stacked in the memory of one. The file must stay as it is meanwhile.
+
+        Args:
+            path: The file.
+            digest: Whether to compute its digest, for which all of it is read once.
+
+        Raises:
+            AnchorError: if the file is missing, is no anchor, is of a newer format, or its tensors don't belong
+                together; later, for a tensor that cannot be used.
+            NonFiniteError: later, for a tensor with NaN or infinity.
+        """
         path = Path(path)
         if not path.is_file():
             raise AnchorError(f"there is no anchor at {path}. `ewc-ft consolidate` makes one from a checkpoint")
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                _check_format(metadata, path)
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise AnchorError(
-                f"{path} cannot be read as an anchor: it is not a whole safetensors file ({error}). "
-                "Copy it again from where it came, or make it again with `ewc-ft consolidate`"
-            ) from error
-        provenance, unknown = read_provenance(metadata.get("anchor"), path)
-        groups: dict[str, dict[str, Tensor]] = {"fisher": {}, "anchor": {}, "buffer": {}}
-        for key in sorted(tensors):
-            group, _, name = key.partition(".")
-            if group in groups and name:
-                groups[group][name] = tensors[key]
-            else:
-                unknown.append(key)
+        shapes: dict[str, dict[str, torch.Size]] = {"fisher": {}, "anchor": {}, "buffer": {}}
+        with opened(path) as file:
+            metadata = file.metadata() or {}
+            _check_format(metadata, path)
+            provenance, unknown = read_provenance(metadata.get("anchor"), path)
+            for key in sorted(file.keys()):
+                group, _, name = key.partition(".")
+                if group in shapes and name:
+                    shapes[group][name] = torch.Size(file.get_slice(key).get_shape())
+                else:
+                    unknown.append(key)
         anchor = cls(
-            weights=groups["anchor"],
-            fisher=groups["fisher"],
-            buffers=groups["buffer"],
+            weights=TensorFile(path, "anchor.", shapes["anchor"], lambda n, t: check_weight(n, t, f"{path}: anchor.")),
+            fisher=TensorFile(path, "fisher.", shapes["fisher"], lambda n, t: check_fisher(n, t, str(path))),
+            buffers=TensorFile(path, "buffer.", shapes["buffer"], lambda n, t: check_buffer(n, t, f"{path}: buffer.")),
             provenance=provenance,
             path=path,
-            digest=sha256(path),
+            digest=sha256(path) if digest else None,
             remarks=(f"{path}: ignored what this version does not know: {', '.join(unknown)}",) if unknown else (),
         )
-        validate(anchor)
+        _check_shapes(anchor)
         return anchor
 
 
@@ -132,29 +146,47 @@ def validate(anchor: Anchor) -> None:
         AnchorError: naming the tensor, what was expected and what was found.
         NonFiniteError: naming the tensor.
     """
-    where = anchor.label
+    _check_shapes(anchor)
     for name, fisher in anchor.fisher.items():
-        weight = anchor.weights.get(name)
-        if weight is None:
-            raise AnchorError(f"{where}: fisher.{name} has no anchor.{name} beside it. Make the anchor again")
-        if weight.shape != fisher.shape:
+        check_fisher(name, fisher, anchor.label)
+    check_weights(anchor.weights, f"{anchor.label}: anchor.")
+    check_buffers(anchor.buffers, f"{anchor.label}: buffer.")
+    _check_not_zero(anchor)
+
+
+def _check_shapes(anchor: Anchor) -> None:
+    weights = shapes_of(anchor.weights)
+    for name, shape in shapes_of(anchor.fisher).items():
+        if name not in weights:
+            raise AnchorError(f"{anchor.label}: fisher.{name} has no anchor.{name} beside it. Make the anchor again")
+        if weights[name] != shape:
             raise AnchorError(
-                f"{where}: fisher.{name} has shape {tuple(fisher.shape)} and anchor.{name} has shape "
-                f"{tuple(weight.shape)}. Make the anchor again"
+                f"{anchor.label}: fisher.{name} has shape {tuple(shape)} and anchor.{name} has shape "
+                f"{tuple(weights[name])}. Make the anchor again"
             )
-        if not fisher.is_floating_point():
-            raise AnchorError(f"{where}: fisher.{name} has type {fisher.dtype}; expected float32")
-        if not fisher.isfinite().all():
-            raise NonFiniteError(f"{where}: fisher.{name} holds NaN or infinity. Make the anchor again")
-        if (fisher < 0).any():
-            raise AnchorError(f"{where}: fisher.{name} holds negative values; a Fisher is a mean of squares")
-    check_weights(anchor.weights, f"{where}: anchor.")
-    check_buffers(anchor.buffers, f"{where}: buffer.")
+
+
+def _check_not_zero(anchor: Anchor) -> None:
     if not any(fisher.any() for fisher in anchor.fisher.values()):
         raise AnchorError(
-            f"{where}: the Fisher is zero everywhere, so the anchor would hold nothing. Either every parameter was "
-            "excluded, or the model's outputs do not depend on its weights (saturated, or all units dead)"
+            f"{anchor.label}: the Fisher is zero everywhere, so the anchor would hold nothing. Either every parameter "
+            "was excluded, or the model's outputs do not depend on its weights (saturated, or all units dead)"
         )
+
+
+def check_fisher(name: str, fisher: Tensor, where: str) -> None:
+    """Refuse a Fisher that is not finite, or negative somewhere; `where` is what it belongs to.
+
+    Raises:
+        AnchorError: naming the tensor.
+        NonFiniteError: naming the tensor.
+    """
+    if not fisher.is_floating_point():
+        raise AnchorError(f"{where}: fisher.{name} has type {fisher.dtype}; expected float32")
+    if not fisher.isfinite().all():
+        raise NonFiniteError(f"{where}: fisher.{name} holds NaN or infinity. Make the anchor again")
+    if (fisher < 0).any():
+        raise AnchorError(f"{where}: fisher.{name} holds negative values; a Fisher is a mean of squares")
 
 
 def check_weights(weights: Mapping[str, Tensor], where: str) -> None:
@@ -164,12 +196,17 @@ def check_weights(weights: Mapping[str, Tensor], where: str) -> None:
         NonFiniteError: naming the first tensor, with the number of bad values.
     """
     for name, tensor in weights.items():
-        bad = int((~tensor.isfinite()).sum())
-        if bad:
-            raise NonFiniteError(
-                f"{where}{name} holds NaN or infinity ({bad} of {tensor.numel()} values). "
-                "Go back to the last good checkpoint"
-            )
+        check_weight(name, tensor, where)
+
+
+def check_weight(name: str, tensor: Tensor, where: str) -> None:
+    """Refuse one tensor with NaN or infinity; see `check_weights`."""
+    bad = int((~tensor.isfinite()).sum())
+    if bad:
+        raise NonFiniteError(
+            f"{where}{name} holds NaN or infinity ({bad} of {tensor.numel()} values). "
+            "Go back to the last good checkpoint"
+        )
 
 
 def check_buffers(buffers: Mapping[str, Tensor], where: str) -> None:
@@ -178,11 +215,16 @@ def check_buffers(buffers: Mapping[str, Tensor], where: str) -> None:
     Raises:
         NonFiniteError: naming the first tensor.
     """
-    statistics = {name: b for name, b in buffers.items() if name.endswith(("running_mean", "running_var"))}
-    check_weights(statistics, where)
     for name, tensor in buffers.items():
-        if tensor.isnan().any():
-            raise NonFiniteError(f"{where}{name} holds NaN. Go back to the last good checkpoint")
+        check_buffer(name, tensor, where)
+
+
+def check_buffer(name: str, tensor: Tensor, where: str) -> None:
+    """Check one buffer; see `check_buffers`."""
+    if name.endswith(("running_mean", "running_var")):
+        check_weight(name, tensor, where)
+    if tensor.isnan().any():
+        raise NonFiniteError(f"{where}{name} holds NaN. Go back to the last good checkpoint")
 
 
 def check_model(model: nn.Module, where: str) -> None:

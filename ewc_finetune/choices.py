@@ -10,14 +10,24 @@ from ewc_finetune.errors import UsageError
 
 Estimator = Literal["auto", "exact", "sampled", "empirical", "predicted", "batched"]
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
-# What `auto` may turn out to be, and what an anchor may have been made with.
-KNOWN_ESTIMATORS = tuple(name for name in ESTIMATORS if name != "auto")
+# What `auto` may turn out to be, and what an anchor may have been made with: `none` for a curvature that is no Fisher,
+# `mixed` for one that was merged.
+KNOWN_ESTIMATORS = (*(name for name in ESTIMATORS if name != "auto"), "none", "mixed")
 
 LikelihoodName = Literal["categorical", "per-token", "bernoulli", "gaussian"]
 LIKELIHOODS: tuple[LikelihoodName, ...] = get_args(LikelihoodName)
 
 OptimizerName = Literal["sgd", "adam", "adamw"]
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
+
+PenaltyForm = Literal["gradient", "proximal"]
+PENALTY_FORMS: tuple[PenaltyForm, ...] = get_args(PenaltyForm)
+
+Lineage = Literal["all", "latest"]
+LINEAGES: tuple[Lineage, ...] = get_args(Lineage)
+
+Curvature = Literal["diagonal", "identity"]
+CURVATURES: tuple[Curvature, ...] = get_args(Curvature)
 
 NormStats = Literal["frozen", "update"]
 NORM_STATS: tuple[NormStats, ...] = get_args(NormStats)

@@ -64,3 +64,23 @@ def save_figure(path: Path, figure: Figure) -> None:
     with atomic_write(path) as temporary:
         FigureCanvasAgg(figure)
         figure.savefig(temporary, format="png", dpi=120)
+
+
+def draw_importance(path: Path, layers: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Draw a bar for each layer's share of the curvature, first layer on top.
+
+    Args:
+        path: The PNG file to write.
+        layers: Of each, `layer` and `share`.
+        title: One line above the figure.
+    """
+    figure = Figure(figsize=(7, 1.2 + 0.28 * len(layers)), layout="constrained")
+    axes = figure.subplots()
+    names, shares = [layer["layer"] for layer in layers], [100 * layer["share"] for layer in layers]
+    bars = axes.barh(range(len(layers)), shares, color="C0")
+    axes.bar_label(bars, fmt="%.1f", padding=3, fontsize=8)
+    axes.set_yticks(range(len(layers)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel="% of the trace", title=title, xlim=(0, 1.12 * max(shares, default=1.0)))
+    axes.spines[["top", "right"]].set_visible(False)
+    save_figure(path, figure)

@@ -1,100 +1,267 @@
-"""The elastic penalty of a stack of anchors on a model, and its gradient.
+"""The elastic penalty of a stack of anchors on a model, in any training loop.
 
 `lambda/2 * sum_i F_i (theta_i - theta*_i)^2` (Kirkpatrick et al. 2017, equation 3), summed over the anchors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ewc_finetune.anchor import Anchor
-from ewc_finetune.errors import AnchorMismatchError
+from ewc_finetune.choices import PENALTY_FORMS, Lineage, PenaltyForm, check_choice
+from ewc_finetune.errors import AnchorMismatchError, UsageError
 from ewc_finetune.stack import collapse, spread_lambdas
+from ewc_finetune.tensor_file import shapes_of
+
+# Tensors are worked on in pieces of so many numbers: on the CPU what is made on the way stays near the cache, on an
+# accelerator they are as many as one fused call should take.
+_CPU_PIECE = 1 << 20
+_ACCELERATOR_PIECE = 1 << 26
 
 
 class Penalty:
     """Pulls a model's parameters back to the anchors, in any training loop.
 
+    With an optimizer it needs no line in the loop; each step of the optimizer counts once, however many backward passes
+    it sums up, and `torch.amp.GradScaler` may scale the loss:
+
+    >>> Penalty(model, anchor, 100.0).attach(optimizer)
+
+    Where its gradient is to be clipped together with the loss's, add it by hand instead, after `scaler.unscale_`:
+
     >>> penalty = Penalty(model, anchor, 100.0)
     >>> loss.backward()
     >>> penalty.add_gradient()
+    >>> torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     >>> optimizer.step()
+
+    The collapsed stack is all that it keeps: two tensors for each parameter, however many anchors there are.
 
     Args:
         model: The model that is trained, on its device.
-        anchors: One anchor or several, oldest first.
+        anchors: One anchor or several, or their files, oldest first. Files are read one tensor at a time.
         lambdas: One strength for all or one for each anchor, 0 or above.
+        form: `gradient` adds `lambda F (theta - theta*)` to the gradient, and the optimizer does with it what it does
+            with gradients. `proximal` leaves the gradient alone and moves the parameters after the optimizer's step,
+            by the exact implicit step of the penalty: stable at any lambda, and decoupled from the optimizer as
+            AdamW decouples weight decay.
+        lineage: See `collapse`.
+
+    Attributes:
+        free: Trained parameters that no anchor holds.
 
     Raises:
         UsageError: for lambdas that are negative, not finite, or of the wrong number.
         AnchorMismatchError: if an anchor does not fit the model, or another anchor.
     """
 
-    def __init__(self, model: nn.Module, anchors: Anchor | Sequence[Anchor], lambdas: float | Sequence[float]) -> None:
-        stacked = [anchors] if isinstance(anchors, Anchor) else list(anchors)
+    def __init__(
+        self,
+        model: nn.Module,
+        anchors: Anchor | str | Path | Sequence[Anchor | str | Path],
+        lambdas: float | Sequence[float],
+        form: PenaltyForm = "gradient",
+        lineage: Lineage = "all",
+    ) -> None:
+        check_choice("penalty form", form, PENALTY_FORMS)
+        given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
+        stacked = [anchor if isinstance(anchor, Anchor) else Anchor.open(anchor) for anchor in given]
         strengths = spread_lambdas(lambdas, len(stacked))
         parameters = dict(model.named_parameters())
         for anchor in stacked:
             check_fit(parameters, anchor)
-        quadratic = collapse(stacked, strengths)
-        held = [name for name in quadratic.curvature if parameters[name].requires_grad]
-        self._parameters = [parameters[name] for name in held]
-        self._curvature = [quadratic.curvature[name].to(parameters[name].device) for name in held]
-        self._centre = [quadratic.centre[name].to(parameters[name].device) for name in held]
+        quadratic = collapse(stacked, strengths, lineage)
+        self.form = form
         self._constant = quadratic.constant
-        self.free = tuple(name for name, p in parameters.items() if p.requires_grad and name not in set(held))
+        self._held = {
+            name: _Held(p, quadratic.curvature[name], quadratic.centre[name])
+            for name, p in parameters.items()
+            if p.requires_grad and name in quadratic.curvature
+        }
+        self.free = tuple(name for name, p in parameters.items() if p.requires_grad and name not in self._held)
 
-    @torch.no_grad()
-    def add_gradient(self) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
+        """Apply the penalty at every step of an optimizer, to the parameters that this optimizer has.
+
+        In the gradient form it is added right before the step: after the loss's gradients are unscaled and clipped. In
+        the proximal form it follows the step, with the learning rate that each parameter's group has then.
+
+        Returns:
+            A handle whose `remove()` ends it.
+
+        Raises:
+            UsageError: if the optimizer has none of the parameters, or calls the model itself (LBFGS).
+        """
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError("LBFGS computes gradients within its step: call add_gradient() in the closure instead")
+        if not self._of(optimizer) and self._held:
+            raise UsageError("the optimizer has none of the parameters that the penalty holds")
+
+        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            # A fused optimizer unscales by itself, after this.
+            scale = getattr(optimizer, "grad_scale", None)
+            _add([held for held, _ in self._of(optimizer)], 1.0 if scale is None else scale)
+
+        def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            _move(self._of(optimizer))
+
+        if self.form == "gradient":
+            return optimizer.register_step_pre_hook(before)
+        return optimizer.register_step_post_hook(after)
+
+    def add_gradient(self, loss_scale: float | Tensor = 1.0) -> None:
         """Add the penalty's gradient, `lambda F (theta - theta*)`, to every parameter's `.grad`.
 
-        Call it once for each optimizer step, after the backward pass; no graph is made.
-        """
-        if not self._parameters:
-            return  # every lambda is zero; torch's fused calls refuse empty lists
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        pull = self._differences()
-        torch._foreach_mul_(pull, self._curvature)
-        torch._foreach_add_([cast(Tensor, parameter.grad) for parameter in self._parameters], pull)
+        Call it once for each optimizer step, after the last backward pass and before clipping; no graph is made.
 
-    @torch.no_grad()
+        Args:
+            loss_scale: What the gradients that are there are multiplied by, where they are not unscaled yet.
+        """
+        _add(list(self._held.values()), loss_scale)
+
+    def proximal_step(self, lr: float) -> None:
+        """Move every parameter by the implicit step of the penalty: `theta* + (theta - theta*) / (1 + lr lambda F)`.
+
+        That is the minimum of the penalty plus `|theta - theta'|^2 / (2 lr)`, with theta' the parameter as the
+        optimizer's step left it; call it once after each.
+        """
+        _move([(held, lr) for held in self._held.values()])
+
     def value(self) -> float:
         """Return the penalty, summed in float64 (float32 on mps), the constant of a stack included."""
-        if not self._parameters:
-            return self._constant
-        total = self._constant
-        for difference, curvature in zip(self._differences(), self._curvature, strict=True):
-            wide = difference.dtype if difference.device.type == "mps" else torch.float64
-            total += 0.5 * (curvature * difference.square()).sum(dtype=wide).item()
+        return self._constant + sum(held.value() for held in self._held.values())
+
+    def largest_curvature(self) -> tuple[str, float]:
+        """Return the largest `lambda F` and the parameter that has it.
+
+        Gradient descent on the penalty alone overshoots further with every step once its learning rate times this
+        passes 2 (with momentum m, 2 (1 + m)).
+        """
+        peaks = {name: held.curvature.max().item() for name, held in self._held.items() if held.curvature.numel()}
+        name = max(peaks, key=peaks.__getitem__, default="")
+        return name, peaks.get(name, 0.0)
+
+    def _of(self, optimizer: torch.optim.Optimizer) -> list[tuple[_Held, float]]:
+        """Return what is held of the parameters of an optimizer, with their learning rates."""
+        rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+        return [(held, rates[id(held.parameter)]) for held in self._held.values() if id(held.parameter) in rates]
+
+
+class _Held:
+    """One parameter and its quadratic, in pieces: views of so many rows.
+
+    Attributes:
+        parameter: The model's own.
+        curvature: `lambda F`, in the dtype of the centre.
+        centre: `theta*`.
+    """
+
+    def __init__(self, parameter: nn.Parameter, curvature: Tensor, centre: Tensor) -> None:
+        self.parameter = parameter
+        self.centre = centre.to(parameter.device)
+        self.curvature = curvature.to(self.centre)
+        self._rows = max(1, _piece(parameter.device) // max(1, math.prod(parameter.shape[1:])))
+        self._fixed = list(zip(self._cut(self.curvature), self._cut(self.centre), strict=True))
+
+    def _cut(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(tensor, self._rows) if tensor.ndim and len(tensor) > self._rows else (tensor,)
+
+    def pieces(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Go through views of the parameter as it is now, its curvature and its centre."""
+        for theta, (curvature, centre) in zip(self._cut(self.parameter.detach()), self._fixed, strict=True):
+            yield theta, curvature, centre
+
+    def gradients(self) -> tuple[Tensor, ...]:
+        """Return views of the parameter's gradient, in the same pieces; made if there is none."""
+        parameter = self.parameter
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+        return self._cut(parameter.grad)
+
+    def value(self) -> float:
+        """Return this parameter's part of the penalty."""
+        total = 0.0
+        for theta, curvature, centre in self.pieces():
+            difference = theta.to(centre.dtype) - centre
+            wide = centre.dtype if centre.device.type == "mps" else torch.float64
+            total += 0.5 * (curvature * difference.square_()).sum(dtype=wide).item()
         return total
 
-    def _differences(self) -> list[Tensor]:
-        """`theta - theta*` in the centre's dtype: float32 even for half-precision weights."""
-        centres = self._centre
-        values = [p.detach().to(c.dtype) for p, c in zip(self._parameters, centres, strict=True)]
-        return list(torch._foreach_sub(values, centres))
+
+@torch.no_grad()
+def _add(every: Sequence[_Held], scale: float | Tensor) -> None:
+    pieces = ((*piece, g) for held in every for piece, g in zip(held.pieces(), held.gradients(), strict=True))
+    for thetas, curvatures, centres, gradients in _together(pieces):
+        pull = torch._foreach_sub(_as(thetas, centres), centres)
+        torch._foreach_mul_(pull, curvatures)
+        if isinstance(scale, Tensor) or scale != 1:
+            torch._foreach_mul_(pull, scale)
+        torch._foreach_add_(gradients, pull)
 
 
-def check_fit(parameters: dict[str, nn.Parameter], anchor: Anchor) -> None:
+@torch.no_grad()
+def _move(every: Sequence[tuple[_Held, float]]) -> None:
+    pieces = ((*piece, lr) for held, lr in every for piece in held.pieces())
+    for thetas, curvatures, centres, rates in _together(pieces):
+        share = torch._foreach_mul(curvatures, rates)
+        torch._foreach_div_(share, torch._foreach_add(share, 1.0))
+        moved = _as(thetas, centres)
+        # Where the curvature is 0 this leaves the parameter to the bit.
+        torch._foreach_lerp_(moved, centres, share)
+        if moved is not thetas:
+            torch._foreach_copy_(thetas, moved)
+
+
+def _together(pieces: Iterable[tuple[Any, ...]]) -> Iterator[list[list[Any]]]:
+    """Put pieces together for one fused call each, as many as make one large one; lists of what they consist of."""
+    group: list[tuple[Any, ...]] = []
+    size = 0
+    for piece in pieces:
+        if group and (size + piece[0].numel() > _piece(piece[0].device) or _kind(piece) != _kind(group[0])):
+            yield [list(part) for part in zip(*group, strict=True)]
+            group, size = [], 0
+        group.append(piece)
+        size += piece[0].numel()
+    if group:
+        yield [list(part) for part in zip(*group, strict=True)]
+
+
+def _kind(piece: tuple[Any, ...]) -> tuple[torch.device, torch.dtype, torch.dtype]:
+    return piece[0].device, piece[0].dtype, piece[1].dtype
+
+
+def _as(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    """Return the tensors in the dtype of the others: float32 for half-precision weights."""
+    return tensors if tensors[0].dtype == others[0].dtype else [tensor.to(others[0].dtype) for tensor in tensors]
+
+
+def _piece(device: torch.device) -> int:
+    return _CPU_PIECE if device.type == "cpu" else _ACCELERATOR_PIECE
+
+
+def check_fit(parameters: Mapping[str, nn.Parameter], anchor: Anchor) -> None:
     """Check that the model has every parameter that the anchor holds, in the same shape.
 
     Raises:
         AnchorMismatchError: naming the anchor, the parameter and both shapes.
     """
-    for name, fisher in anchor.fisher.items():
+    for name, shape in shapes_of(anchor.fisher).items():
         if name not in parameters:
             raise AnchorMismatchError(
-                f"{anchor.label} does not fit the model: it holds {name} {tuple(fisher.shape)}, which the model "
+                f"{anchor.label} does not fit the model: it holds {name} {tuple(shape)}, which the model "
                 "does not have. Start from the checkpoint that the anchor was made from, or one trained on from it"
             )
-        if parameters[name].shape != fisher.shape:
+        if parameters[name].shape != shape:
             raise AnchorMismatchError(
-                f"{anchor.label} does not fit the model: {name} has shape {tuple(fisher.shape)} in the anchor and "
+                f"{anchor.label} does not fit the model: {name} has shape {tuple(shape)} in the anchor and "
                 f"{tuple(parameters[name].shape)} in the model"
             )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ewc_finetune.choices import KNOWN_ESTIMATORS
+from ewc_finetune.choices import CURVATURES, KNOWN_ESTIMATORS
 from ewc_finetune.errors import AnchorError
 
 
@@ -30,7 +31,11 @@ class Provenance:
         standard_error: Of the Fisher's `trace` and of each of `layers`' part, relative; None where it is not known.
         batch_size: Matters to the `batched` estimator alone.
         seed: Of the random subset and of the `sampled` labels.
-        curvature: `diagonal`.
+        curvature: `diagonal` (Fisher), or `identity` (ones: plain L2); what was merged is `diagonal`.
+        constant: What the quadratic is at its centre; zero unless it was merged.
+        merged: Of a merged anchor: `form` (`offline` or `online`), `gamma`, `lineage` (which weights it pulls to) and
+            `parents`, each with `sha256`, `lambda` and its own `provenance`. None otherwise.
+        importance: Of each `layer`: `parameters`, `share` of the trace, `mean` and `max` of the diagonal.
         reduction: `mean`: over samples; N times it is the posterior precision.
         half: Whether the penalty is lambda/2 times the quadratic (always true in version 1).
         excluded: Parameters without curvature, and why.
@@ -54,6 +59,9 @@ class Provenance:
     batch_size: int | None = None
     seed: int = 0
     curvature: str = "diagonal"
+    constant: float = 0.0
+    merged: dict[str, Any] | None = None
+    importance: list[dict[str, Any]] = field(default_factory=list)
     reduction: str = "mean"
     half: bool = True
     excluded: dict[str, str] = field(default_factory=dict)
@@ -95,6 +103,30 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _is_importance(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(layer, dict)
+        and isinstance(layer.get("layer"), str)
+        and all(_is_number(layer.get(key)) for key in ("parameters", "share", "mean", "max"))
+        for layer in value
+    )
+
+
+def _is_merged(value: Any) -> bool:
+    parents = value.get("parents") if isinstance(value, dict) else None
+    return isinstance(parents, list) and all(
+        isinstance(parent, dict)
+        and _is_text_or_none(parent.get("sha256"))
+        and _is_number(parent.get("lambda"))
+        and isinstance(parent.get("provenance"), dict)
+        for parent in parents
+    )
+
+
 def _is_dict_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(check(item) for item in value.values())
 
@@ -134,7 +166,10 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "standard_error": (_is_error, "an object with a trace and layers"),
     "batch_size": (lambda v: v is None or _is_count(v), "a number of samples"),
     "seed": (lambda v: isinstance(v, int), "a number"),
-    "curvature": (lambda v: v == "diagonal", "'diagonal', the only one that this version reads"),
+    "curvature": (lambda v: v in CURVATURES, f"one of {', '.join(CURVATURES)}, which this version reads"),
+    "constant": (_is_number, "a finite number"),
+    "merged": (lambda v: v is None or _is_merged(v), "an object with parents, each with sha256, lambda, provenance"),
+    "importance": (_is_importance, "a list of layers, each with parameters, share, mean and max"),
     "reduction": (lambda v: v == "mean", "'mean', the only one of format version 1"),
     "half": (lambda v: v is True, "true: the penalty is lambda/2 times the quadratic"),
     "excluded": (_is_dict_of(_is_text), "an object of reasons"),

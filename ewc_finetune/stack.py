@@ -14,12 +14,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ewc_finetune.anchor import Anchor
+from ewc_finetune.choices import LINEAGES, Lineage, check_choice
 from ewc_finetune.errors import AnchorMismatchError, UsageError
+from ewc_finetune.tensor_file import shapes_of
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,8 @@ class Quadratic:
     """`1/2 sum_i curvature_i (theta_i - centre_i)^2 + constant`.
 
     Attributes:
-        curvature: Sum of lambda_k F_k by parameter name, float32.
-        centre: The minimum, by parameter name; float32, or float64 for float64 weights.
+        curvature: Sum of lambda_k F_k by parameter name; float32, or float64 for float64 weights.
+        centre: The minimum, by parameter name, likewise.
         constant: What the quadratic is at its centre: how much the anchors disagree.
     """
 
@@ -54,74 +57,132 @@ def spread_lambdas(lambdas: float | Sequence[float], anchors: int) -> list[float
     return [float(value) for value in values]
 
 
-def collapse(anchors: Sequence[Anchor], lambdas: Sequence[float]) -> Quadratic:
+def collapse(anchors: Sequence[Anchor], lambdas: Sequence[float], lineage: Lineage = "all") -> Quadratic:
     """Collapse anchors, oldest first, into one quadratic; accumulated in float64, one parameter at a time.
+
+    Anchors that were opened and not loaded are read one tensor at a time too, so that there is never more in memory
+    than the result and a few tensors.
+
+    Args:
+        anchors: Oldest first.
+        lambdas: One for each, 0 or above.
+        lineage: `all` pulls to each anchor's own weights (Kirkpatrick et al. 2017). `latest` moves the curvature of an
+            anchor that had a part in a later one's weights to those weights: they are the optimum under its pull
+            already, and pulling to its own once more counts its domain twice (Huszar, PNAS 2018).
 
     Raises:
         AnchorMismatchError: if two anchors give one parameter different shapes, or have different likelihoods.
     """
-    _check_together(anchors)
+    check_choice("lineage", lineage, LINEAGES)
+    check_together(anchors)
+    centres = [_latest(anchors, k) if lineage == "latest" else anchor for k, anchor in enumerate(anchors)]
+    stacked = [part for part in zip(anchors, centres, lambdas, strict=True) if part[2] > 0]
     curvature: dict[str, Tensor] = {}
     centre: dict[str, Tensor] = {}
-    constant = 0.0
-    for name in dict.fromkeys(name for anchor in anchors for name in anchor.fisher):
-        holding = [(a, lam) for a, lam in zip(anchors, lambdas, strict=True) if name in a.fisher and lam > 0]
-        if not holding:
-            continue
-        newest = holding[-1][0].weights[name].double()
+    constant = math.fsum(lam * anchor.provenance.constant for anchor, _, lam in stacked)
+    for name in dict.fromkeys(name for anchor, _, _ in stacked for name in anchor.fisher):
+        holding = [part for part in stacked if name in part[0].fisher]
+        shape = shapes_of(holding[0][0].fisher)[name]
+        base = next(at for _, at, _ in reversed(stacked) if shapes_of(at.weights).get(name) == shape)
+        newest = base.weights[name]
+        wide = newest.dtype == torch.float64
+        newest = newest.double()
         # Around the newest weights, so that one anchor alone keeps its weights to the bit:
         # total = sum lambda F, pull = sum lambda F d, spread = sum lambda F d^2, with d = theta* - newest.
         total, pull, spread = torch.zeros_like(newest), torch.zeros_like(newest), torch.zeros_like(newest)
-        for anchor, lam in holding:
-            weighted = lam * anchor.fisher[name].double()
-            difference = anchor.weights[name].double() - newest
+        for anchor, at, lam in holding:
+            weighted = anchor.fisher[name].double().mul_(lam)
             total += weighted
-            pull += weighted * difference
-            spread += weighted * difference.square()
+            if at is not base:
+                difference = at.weights[name].double().sub_(newest)
+                pull.addcmul_(weighted, difference)
+                spread.addcmul_(weighted, difference.square_())
         offset = torch.where(total > 0, pull / total, 0.0)
         constant += 0.5 * (spread - offset * pull).clamp(min=0).sum().item()
-        wide = holding[-1][0].weights[name].dtype == torch.float64
-        curvature[name] = total.float()
+        curvature[name] = total if wide else total.float()
         centre[name] = (newest + offset) if wide else (newest + offset).float()
     return Quadratic(curvature, centre, constant)
 
 
-def remarks(anchors: Sequence[Anchor]) -> list[str]:
-    """Say what a user should know before stacking these: anchors given twice, or contained in one another.
-
-    An anchor whose checkpoint was trained under another's penalty contains that penalty already (Huszar, PNAS 2018).
-    """
+def remarks(anchors: Sequence[Anchor], lineage: Lineage = "all") -> list[str]:
+    """Say what a user should know before stacking these: what counts twice, and what is not on one scale."""
     found = []
-    seen: dict[str, str] = {}
+    seen: dict[str, Anchor] = {}
     for anchor in anchors:
         if anchor.digest in seen:
-            found.append(f"{anchor.label} is the same anchor as {seen[anchor.digest]}: it counts twice. Drop one")
+            found.append(f"{anchor.label} is the same anchor as {seen[anchor.digest].label}: it counts twice. Drop one")
         elif anchor.digest:
-            seen[anchor.digest] = anchor.label
+            seen[anchor.digest] = anchor
     for anchor in anchors:
-        inside = [seen[p["sha256"]] for p in anchor.provenance.lineage if p.get("sha256") in seen]
-        if inside:
+        parents = [seen[digest].label for digest in _parents(anchor) if digest in seen]
+        if parents:
+            found.append(f"{anchor.label} was merged from {', '.join(parents)}, which so count twice. Drop them")
+        inside = [other.label for other in anchors if other is not anchor and _had_a_part(other, anchor)]
+        if inside and lineage == "all":
             found.append(
                 f"{anchor.label} was made from a checkpoint that {', '.join(inside)} already pulled on, so the older "
-                "domain counts twice in part. If the stack is too stiff, give the older one a smaller lambda; leaving "
-                "it out would give its domain up"
+                "domain counts twice in part. --lineage latest moves the older curvature to the newer weights "
+                "(leaving the older anchor out would give its domain up)"
             )
+    estimators = {anchor.provenance.estimator: anchor.label for anchor in anchors}
+    if len(estimators) > 1:
+        known = ", ".join(f"{label} has {name}" for name, label in estimators.items())
+        found.append(f"the anchors' curvatures differ in estimator, and so perhaps in scale: {known}")
+    versions = {anchor.provenance.checkpoint.get("architecture"): anchor.label for anchor in anchors}
+    versions.pop(None, None)
+    if len(versions) > 1:
+        known = ", ".join(f"{label} has {name}" for name, label in versions.items())
+        found.append(f"the anchors differ in architecture, though their parameters fit: {known}")
     return found
 
 
-def _check_together(anchors: Sequence[Anchor]) -> None:
+def lineage_of(anchors: Sequence[Anchor], lambdas: Sequence[float]) -> list[dict[str, Any]]:
+    """Return every anchor with a part in weights that these anchors pulled on: theirs, their parents, and they."""
+    entries = [entry for anchor in anchors for entry in anchor.provenance.lineage]
+    for anchor, lam in zip(anchors, lambdas, strict=True):
+        if lam > 0:
+            for parent in (anchor.provenance.merged or {}).get("parents", ()):
+                name = parent["provenance"].get("name")
+                entries.append({"name": name, "sha256": parent["sha256"], "lambda": parent["lambda"] * lam})
+            entries.append({"name": anchor.provenance.name, "sha256": anchor.digest, "lambda": lam})
+    return [entry for index, entry in enumerate(entries) if entry not in entries[:index]]
+
+
+def check_together(anchors: Sequence[Anchor]) -> None:
+    """Check that anchors can be stacked at all; no tensor is read.
+
+    Raises:
+        AnchorMismatchError: naming both anchors and what differs.
+    """
     for older, newer in pairwise(anchors):
         if older.provenance.likelihood != newer.provenance.likelihood:
             raise AnchorMismatchError(
                 f"{older.label} has the likelihood {older.provenance.likelihood} and {newer.label} "
                 f"{newer.provenance.likelihood}; one penalty can't be made of both"
             )
-    first: dict[str, Anchor] = {}
+    first: dict[str, tuple[Anchor, torch.Size]] = {}
     for anchor in anchors:
-        for name in anchor.fisher:
-            other = first.setdefault(name, anchor)
-            if other.fisher[name].shape != anchor.fisher[name].shape:
+        for name, shape in shapes_of(anchor.fisher).items():
+            other, expected = first.setdefault(name, (anchor, shape))
+            if shape != expected:
                 raise AnchorMismatchError(
-                    f"anchors of different models: {name} has shape {tuple(other.fisher[name].shape)} in "
-                    f"{other.label} and {tuple(anchor.fisher[name].shape)} in {anchor.label}"
+                    f"anchors of different models: {name} has shape {tuple(expected)} in "
+                    f"{other.label} and {tuple(shape)} in {anchor.label}"
                 )
+
+
+def _latest(anchors: Sequence[Anchor], k: int) -> Anchor:
+    """Return the newest anchor in whose weights anchor k had a part; itself if there is none."""
+    for later in reversed(anchors[k + 1 :]):
+        if _had_a_part(anchors[k], later) and set(anchors[k].fisher) <= set(later.weights):
+            return later
+    return anchors[k]
+
+
+def _had_a_part(anchor: Anchor, other: Anchor) -> bool:
+    """Whether the other's checkpoint was trained under this anchor's penalty."""
+    return anchor.digest is not None and any(entry.get("sha256") == anchor.digest for entry in other.provenance.lineage)
+
+
+def _parents(anchor: Anchor) -> list[str | None]:
+    return [] if anchor.provenance.merged is None else [p["sha256"] for p in anchor.provenance.merged["parents"]]

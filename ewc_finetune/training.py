@@ -71,7 +71,7 @@ def train(
         domain: The new domain.
         layout: How its samples go into the model.
         likelihood: Gives the task loss.
-        penalty: Pulls after every backward pass; None for plain training.
+        penalty: Pulls at every step; None for plain training.
         schedule: How long and how fast.
         shuffle: Draws the order of the samples.
         bar: Told of every step, with task loss and penalty apart.
@@ -86,6 +86,8 @@ def train(
     """
     device = next(model.parameters()).device
     optimizer = make_optimizer(model, schedule)
+    if penalty is not None:
+        penalty.attach(optimizer)
     # Batch statistics of a single sample are no statistics: torch refuses them in training mode.
     too_small = 1 if schedule.norm_stats == "update" and normalisation_layers(model) else 0
     step = 0
@@ -103,8 +105,6 @@ def train(
             loss = likelihood.loss(outputs, targets)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
-            if penalty is not None:
-                penalty.add_gradient()
             optimizer.step()
             step += 1
             recent.append(loss.detach())

@@ -67,9 +67,9 @@ def test_consolidate_says_what_it_did(ewc_ft, start):
     assert document["bytes"] == (start / "b.safetensors").stat().st_size
     assert document["provenance"]["samples"] == 100
     assert document["provenance"]["checkpoint"]["architecture"].startswith("mlp?in_features=64&hidden=16")
-    assert sum(layer["share"] for layer in document["importance"]) == pytest.approx(1)
+    assert sum(layer["share"] for layer in document["provenance"]["importance"]) == pytest.approx(1)
     for text in (
-        "share of Fisher",
+        "share of curvature",
         "body.linear1",
         "accuracy 0.",
         "left free: head.bias",
@@ -459,3 +459,117 @@ def test_consolidate_stops_by_itself(ewc_ft, start):
         "consolidate", "model.pt", "--data", DATA, "--samples", "auto", "--rtol", "2", "--overwrite", expect=2
     )
     assert "rtol is 2; expected more than 0 and less than 1" in result.stderr
+
+
+@pytest.fixture
+def two(ewc_ft, start):
+    """Two anchors: of the start, and of what was fine-tuned under it."""
+    ewc_ft("finetune", "--anchors", "model.anchor.safetensors", "--data", NEW, "--epochs", 1, "--output", "new.pt")
+    ewc_ft("consolidate", "new.pt", "--data", NEW, "--name", "turned")
+    return start
+
+
+def test_merge_and_inspect(ewc_ft, two):
+    both = ("model.anchor.safetensors", "new.anchor.safetensors")
+    result = ewc_ft("merge", *both, "--lambda", 1, "--lambda", 2, "-o", "both.safetensors", "--json")
+    assert "new.anchor.safetensors was made from a checkpoint that model.anchor.safetensors already" in result.stderr
+    document = json.loads(result.stdout)
+    assert document["sha256"] == Anchor.load("both.safetensors").digest
+    assert [parent["lambda"] for parent in document["provenance"]["merged"]["parents"]] == [1.0, 2.0]
+    ewc_ft("finetune", "--anchors", "both.safetensors", "--data", NEW, "--epochs", 1, "--output", "after.pt")
+    result = ewc_ft("inspect", "both.safetensors", "--plot", "both.png", "--json")
+    for text in (
+        "digits+turned",
+        "merged offline, from 2 anchors",
+        "mlp?in_features=64",
+        "parent 2",
+        "turned, lambda 2",
+        "body.linear1",
+        "share of curvature",
+        "trained under",
+    ):
+        assert text in result.stderr
+    assert (two / "both.png").read_bytes().startswith(b"\x89PNG")
+    document = json.loads(result.stdout)
+    assert document["bytes"] == (two / "both.safetensors").stat().st_size
+    assert document["tensors"]["fisher"]["numbers"] == document["tensors"]["anchor"]["numbers"]
+    ewc_ft("merge", *both, "--output", "both.safetensors", expect=1)
+    ewc_ft("inspect", "both.safetensors", "--plot", "both.png", expect=1)
+    ewc_ft("inspect", "model.pt", expect=1)
+    ewc_ft("merge", "--output", "none.safetensors", expect=2)
+
+
+def test_merge_writes_the_centre_as_a_model(ewc_ft, two):
+    both = ("model.anchor.safetensors", "new.anchor.safetensors")
+    ewc_ft("merge", *both, "-o", "both.safetensors", "--checkpoint", "both.pt", "--lineage", "latest")
+    result = ewc_ft("evaluate", "both.pt", "--data", "digits", "--json")
+    # Its anchors all pull to the newest weights, so the centre is the newest model.
+    newest = ewc_ft("evaluate", "new.pt", "--data", "digits", "--json")
+    found, expected = (json.loads(r.stdout)["scores"][0] for r in (result, newest))
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+
+
+def test_the_online_form(ewc_ft, two):
+    both = ("model.anchor.safetensors", "new.anchor.safetensors")
+    ewc_ft("merge", *both, "-o", "running.safetensors", "--online", "--gamma", 0.9)
+    old, new, running = (Anchor.load(path) for path in (*both, "running.safetensors"))
+    for name, value in running.fisher.items():
+        torch.testing.assert_close(value, 0.9 * old.fisher[name] + new.fisher[name])
+        assert torch.equal(running.weights[name], new.weights[name])
+    result = ewc_ft("inspect", "running.safetensors")
+    assert "merged online, gamma 0.9, from 2 anchors" in result.stderr
+    assert (
+        "gamma belongs to the online form"
+        in ewc_ft("merge", *both, "-o", "x.safetensors", "--gamma", 0.9, expect=2).stderr
+    )
+
+
+def test_inspect_an_anchor_without_importance_in_it(ewc_ft, start):
+    tensors = load_file("model.anchor.safetensors")
+    save_file(tensors, "old.safetensors", {"format": "ewc-anchor", "format_version": "1", "anchor": '{"name": "old"}'})
+    result = ewc_ft("inspect", "old.safetensors")
+    assert "of no recorded architecture" in result.stderr
+    assert "body.linear1" in result.stderr
+
+
+def test_identity_curvature(ewc_ft, start):
+    result = ewc_ft("consolidate", "model.pt", "--data", DATA, "--curvature", "identity", "--output", "l2.safetensors")
+    assert "curvature: the identity" in result.stderr
+    anchor = Anchor.load("l2.safetensors")
+    assert all((f == 1).all() for f in anchor.fisher.values())
+    assert (anchor.provenance.curvature, anchor.provenance.samples) == ("identity", 0)
+    assert "identity (plain L2)" in ewc_ft("inspect", "l2.safetensors").stderr
+    ewc_ft("finetune", "--anchors", "l2.safetensors", "--data", NEW, "--lambda", 1e6, "--optimizer", "sgd",
+           "--penalty-form", "proximal", "--epochs", 1, "--output", "held.pt")  # fmt: skip
+    held, start = (torch.load(path, weights_only=True) for path in ("held.pt", "model.pt"))
+    for name, value in start.items():
+        torch.testing.assert_close(held[name], value, rtol=0, atol=1e-3)
+
+
+def test_a_lambda_that_gradient_steps_cannot_take_is_announced(ewc_ft, start):
+    options = ("finetune", "--anchors", "model.anchor.safetensors", "--data", NEW, "--epochs", 0, "--optimizer", "sgd")
+    result = ewc_ft(*options, "--lambda", 1e8, "--output", "a.pt")
+    assert re.search(
+        r"too large for gradient steps: the largest lambda F, \S+ in \S+, times the learning", result.stderr
+    )
+    assert "--penalty-form proximal, stable at any lambda, or --lr up to" in result.stderr
+    for others in (("--lambda", 1), ("--lambda", 1e8, "--penalty-form", "proximal")):
+        assert "too large" not in ewc_ft(*options, *others, "--output", "a.pt", "--overwrite").stderr
+
+
+def test_likelihoods_that_contradict_each_other(ewc_ft, start):
+    result = ewc_ft(
+        "finetune", "--anchors", "model.anchor.safetensors", "--data", NEW, "--likelihood", "bernoulli", expect=2
+    )
+    assert "likelihood is bernoulli, and model.anchor.safetensors was made with categorical" in result.stderr
+
+
+@pytest.mark.parametrize("stage", ["ewc_finetune.verbs.merge.collapse", "ewc_finetune.files.os.fsync"])
+def test_an_interrupted_merge_leaves_no_file(ewc_ft, start, monkeypatch, stage):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stage, interrupted)
+    before = set(start.iterdir())
+    ewc_ft("merge", "model.anchor.safetensors", "-o", "out.safetensors", expect=130)
+    assert set(start.iterdir()) == before

@@ -11,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ewc_finetune.choices import KNOWN_ESTIMATORS as ESTIMATORS
+from ewc_finetune.choices import ESTIMATORS as CHOICES
 from ewc_finetune.curvature.diagonal import diagonal_fisher
 from ewc_finetune.curvature.fallback import one_at_a_time, vectorised
 from ewc_finetune.errors import ArchitectureError, DataError, DeviceError, NonFiniteError, UsageError
 from ewc_finetune.likelihood import Categorical, get_likelihood
 
 pytestmark = pytest.mark.usefixtures("as_they_come")
+
+ESTIMATORS = [name for name in CHOICES if name != "auto"]
 
 
 def reference(model, inputs, targets, estimator, batch_size=4, seed=0):

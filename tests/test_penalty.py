@@ -174,3 +174,204 @@ def test_remarks_on_what_counts_twice():
     assert remarks([first, make_anchor(model, 2, digest="cc")]) == []
     assert "same anchor" in remarks([first, first])[0]
     assert "counts twice in part" in remarks([first, second])[0]
+
+
+def optimizers(parameters, lr=0.1):
+    parameters = list(parameters)
+    return {
+        "sgd": torch.optim.SGD(parameters, lr=lr, momentum=0.5),
+        "adam": torch.optim.Adam(parameters, lr=lr),
+        "adamw": torch.optim.AdamW(parameters, lr=lr),
+        "rmsprop": torch.optim.RMSprop(parameters, lr=lr),
+    }
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "rmsprop"])
+def test_attached_is_as_added_by_hand(name):
+    """Over steps of two backward passes each: the pull counts once for a step."""
+    x = torch.randn(8, 4)
+
+    def run(attached):
+        model = trained(Small(), torch.float32)
+        penalty = Penalty(model, make_anchor(model, 3), 2.0)
+        optimizer = optimizers(model.parameters())[name]
+        if attached:
+            penalty.attach(optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            for part in x.split(4):
+                model(part).square().sum().backward()
+            if not attached:
+                penalty.add_gradient()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+
+
+def test_detached_it_pulls_no_more():
+    model = trained(nn.Linear(3, 2), torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = Penalty(model, make_anchor(model, 0), 1.0).attach(optimizer)
+    handle.remove()
+    before = model.weight.detach().clone()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert torch.equal(model.weight, before)
+
+
+def test_each_optimizer_pulls_its_own_parameters():
+    model = trained(nn.Linear(3, 2), torch.float32)
+    penalty = Penalty(model, make_anchor(model, 0), 1.0)
+    weight, bias = (torch.optim.SGD([p], lr=0.1) for p in model.parameters())
+    penalty.attach(weight)
+    penalty.attach(bias)
+    expected = [p.detach() - 0.1 * g for p, g in zip(model.parameters(), pulls(penalty, model), strict=True)]
+    weight.step()
+    bias.step()
+    for p, wanted in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.detach(), wanted)
+    with pytest.raises(UsageError, match="none of the parameters"):
+        penalty.attach(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+    with pytest.raises(UsageError, match=r"call add_gradient\(\) in the closure"):
+        penalty.attach(torch.optim.LBFGS(model.parameters()))
+
+
+def pulls(penalty, model):
+    """The penalty's gradient alone."""
+    model.zero_grad()
+    penalty.add_gradient()
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    return found
+
+
+def test_a_scaled_loss():
+    """As `torch.amp.GradScaler` scales it: whoever unscales later must not shrink the pull."""
+    model = trained(nn.Linear(3, 2), torch.float32)
+    penalty = Penalty(model, make_anchor(model, 0), 1.0)
+    expected = pulls(penalty, model)
+    penalty.add_gradient(loss_scale=1024.0)
+    for p, wanted in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad / 1024, wanted)
+        p.grad.zero_()
+    penalty.add_gradient(loss_scale=torch.tensor(1024.0))
+    for p, wanted in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad / 1024, wanted)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_with_the_grad_scaler(fused):
+    """With float32 everywhere the scaler changes nothing, whether it or the fused optimizer takes the scale away."""
+
+    def run(scaled):
+        model = trained(nn.Linear(3, 2), torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        Penalty(model, make_anchor(model, 0), 1.0).attach(optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=scaled)
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 3)).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return [p.detach() for p in model.parameters()]
+
+    for a, b in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_proximal_step_is_the_minimum_it_claims_to_be():
+    """Of penalty + |theta - theta'|^2 / (2 lr): its gradient is zero there."""
+    model = trained(Small(), torch.float64)
+    anchor, lr, lam = make_anchor(model, 1, zeros=0.3), 0.3, 7.0
+    before = [p.detach().clone() for p in model.parameters()]
+    Penalty(model, anchor, lam, form="proximal").proximal_step(lr)
+    for (name, p), old in zip(model.named_parameters(), before, strict=True):
+        slope = lam * anchor.fisher[name].double() * (p - anchor.weights[name]) + (p - old) / lr
+        torch.testing.assert_close(slope, torch.zeros_like(p), rtol=0, atol=1e-12)
+        assert torch.equal(p[anchor.fisher[name] == 0], old[anchor.fisher[name] == 0])
+
+
+def test_attached_in_the_proximal_form():
+    model = trained(nn.Linear(3, 2), torch.float32)
+    anchor = make_anchor(model, 0)
+    groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.5}]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    Penalty(model, anchor, 2.0, form="proximal").attach(optimizer)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    model(torch.ones(1, 3)).sum().backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    optimizer.step()
+    for (name, p), lr in zip(model.named_parameters(), (0.1, 0.5), strict=True):
+        stepped = before[name] - lr * gradients[name]
+        wanted = anchor.weights[name] + (stepped - anchor.weights[name]) / (1 + lr * 2.0 * anchor.fisher[name])
+        torch.testing.assert_close(p.detach(), wanted)
+        assert torch.equal(p.grad, gradients[name])
+
+
+def test_stable_at_any_lambda_where_the_gradient_form_is_not():
+    """lr lambda F = 10: the gradient form overshoots further each time, the proximal one converges."""
+
+    def run(form):
+        model = nn.Linear(1, 1, bias=False)
+        model.weight.data.fill_(2.0)
+        anchor = Anchor({"weight": torch.ones(1, 1)}, {"weight": torch.ones(1, 1)}, {}, Provenance("a"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        penalty = Penalty(model, anchor, 100.0, form)
+        penalty.attach(optimizer)
+        assert penalty.largest_curvature() == ("weight", 100.0)
+        for _ in range(20):
+            optimizer.zero_grad()
+            (0.5 * (model.weight - 5) ** 2).sum().backward()
+            optimizer.step()
+        return model.weight.item()
+
+    assert abs(run("gradient")) > 1e6
+    assert run("proximal") == pytest.approx((5 + 100 * 1) / (1 + 100), rel=0.01)
+
+
+def test_the_proximal_form_in_half_precision():
+    model = trained(nn.Linear(3, 2), torch.bfloat16)
+    anchor = make_anchor(model, 0)
+    before = model.weight.detach().float()
+    Penalty(model, anchor, 2.0, form="proximal").proximal_step(0.5)
+    wanted = anchor.weights["weight"].float() + (before - anchor.weights["weight"].float()) / (
+        1 + anchor.fisher["weight"]
+    )
+    torch.testing.assert_close(model.weight.detach().float(), wanted, rtol=0.01, atol=0.01)
+
+
+def test_large_and_oddly_laid_out_tensors():
+    """Cut into pieces, and not contiguous: the numbers are those of the definition."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict(
+        {"long": nn.Linear(300, 2000), "image": nn.Conv2d(64, 128, 3).to(memory_format=torch.channels_last)}
+    )
+    anchor = make_anchor(model, 0)
+    expected = loop_over_anchors(model, [anchor], [3.0])
+    gradients = torch.autograd.grad(expected, list(model.parameters()))
+    penalty = Penalty(model, anchor, 3.0)
+    assert penalty.value() == pytest.approx(expected.item(), rel=1e-6)
+    penalty.add_gradient()
+    for p, g in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(p.grad, g)
+
+
+def test_sparse_gradients():
+    model = nn.Embedding(5, 3, sparse=True)
+    anchor = make_anchor(model, 0)
+    model(torch.tensor([1, 1])).sum().backward()
+    task = model.weight.grad.to_dense()
+    Penalty(model, anchor, 1.0).add_gradient()
+    pull = anchor.fisher["weight"] * (model.weight.detach() - anchor.weights["weight"])
+    torch.testing.assert_close(model.weight.grad, task + pull)
+
+
+def test_files_in_place_of_anchors(tmp_path):
+    model = trained(nn.Linear(3, 2), torch.float32)
+    anchor = make_anchor(model, 0).save(tmp_path / "a.safetensors")
+    assert Penalty(model, str(anchor.path), 2.0).value() == Penalty(model, [anchor], 2.0).value()
+    with pytest.raises(UsageError, match="penalty form is 'implicit'"):
+        Penalty(model, anchor, 1.0, form="implicit")

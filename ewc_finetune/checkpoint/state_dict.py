@@ -98,7 +98,7 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
 def from_anchor(anchor: Anchor) -> Checkpoint:
     """Return the checkpoint that an anchor was made from."""
     origin = anchor.provenance.checkpoint
-    if origin.get("format", FORMAT) != FORMAT:
+    if (origin.get("format") or FORMAT) != FORMAT:
         raise AnchorError(f"{anchor.label} comes from a {origin['format']} checkpoint; this version writes {FORMAT}")
     record = Record(
         architecture=origin.get("architecture"),

@@ -8,6 +8,8 @@ from ewc_finetune._version import __version__
 from ewc_finetune.cli.consolidate import consolidate
 from ewc_finetune.cli.evaluate import evaluate
 from ewc_finetune.cli.finetune import finetune
+from ewc_finetune.cli.inspect import inspect
+from ewc_finetune.cli.merge import merge
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -19,6 +21,8 @@ def main() -> None:
     ewc-ft consolidate model.pt --data mnist          while the old data is at hand
     ewc-ft finetune --anchors model.anchor.safetensors --data fmnist
     ewc-ft evaluate model-fmnist.pt --data mnist --data fmnist
+    ewc-ft merge a.safetensors b.safetensors --output both.safetensors
+    ewc-ft inspect both.safetensors
 
     DATA is mnist, fmnist, kmnist, cifar10, digits or imagefolder:PATH, with options behind a question mark:
     split=train|test, classes=0-4, limit=N, size=PIXELS, channels=1|3, rotate=DEGREES, permute=SEED, joined by &.
@@ -28,3 +32,5 @@ def main() -> None:
 main.add_command(consolidate)
 main.add_command(finetune)
 main.add_command(evaluate)
+main.add_command(merge)
+main.add_command(inspect)

@@ -73,12 +73,21 @@ def only_one(context: click.Context, parameter: click.Parameter, values: tuple[s
     return values[0]
 
 
-def common_options(function: F) -> F:
+def printing_options(function: F) -> F:
     """Add the options that every command has."""
     for option in (
         click.option("--debug", is_flag=True, help="Show the traceback of an error."),
         click.option("--quiet", is_flag=True, help="Print nothing but errors."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout."),
+    ):
+        function = option(function)
+    return function
+
+
+def common_options(function: F) -> F:
+    """Add the options of every command that runs a model on data, and those that every command has."""
+    for option in (
+        printing_options,
         click.option(
             "--data-dir",
             type=click.Path(file_okay=False),

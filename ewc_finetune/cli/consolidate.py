@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ewc_finetune.choices import ESTIMATORS, LIKELIHOODS
+from ewc_finetune.choices import CURVATURES, ESTIMATORS, LIKELIHOODS
 from ewc_finetune.cli.command import Command, common_options, only_one
 
 
@@ -37,6 +37,13 @@ def _samples(text: str) -> int | str:
 )
 @click.option("--output", type=click.Path(dir_okay=False), help="The anchor.  [default: MODEL.anchor.safetensors]")
 @click.option("--overwrite", is_flag=True, help="Replace the output if it exists.")
+@click.option(
+    "--curvature",
+    type=click.Choice(CURVATURES),
+    default="diagonal",
+    show_default=True,
+    help="The diagonal of the Fisher, or the identity: every parameter counts alike (plain L2).",
+)
 @click.option("--name", help="What to call the domain.  [default: the kind of data]")
 @click.option(
     "--estimator",
@@ -82,30 +89,14 @@ def consolidate(
     The anchor stands in for the old data from then on. MODEL is a state dict (.pt), loaded without running any code.
     The data needs no labels, but for the empirical and batched estimators.
     """
-    from ewc_finetune.cli.printer import Printer
-    from ewc_finetune.curvature.importance import importance_by_layer
+    from ewc_finetune.cli.printer import Printer, importance_table
     from ewc_finetune.verbs.consolidate import consolidate as run
     from ewc_finetune.verbs.consolidate import default_output
 
     printer = Printer(quiet, as_json)
     anchor = run(model, data, architecture=arch, output=output or default_output(model), progress=printer, **options)
-    layers = importance_by_layer(anchor.fisher)
     origin = anchor.provenance
-    errors = (origin.standard_error or {}).get("layers", {})
-    printer.table(
-        ["layer", "parameters", "share of Fisher", "error", "mean", "max"],
-        [
-            [
-                i.layer,
-                f"{i.parameters:,}",
-                f"{i.share:.1%}",
-                _error(errors.get(i.layer)),
-                f"{i.mean:.2e}",
-                f"{i.max:.2e}",
-            ]
-            for i in layers
-        ],
-    )
+    importance_table(printer, origin)
     path = Path(str(anchor.path))
     if origin.scores:
         known = [f"{name} {value:.4f}" for name, value in sorted(origin.scores.items())]
@@ -124,10 +115,5 @@ def consolidate(
             "bytes": path.stat().st_size,
             "sha256": anchor.digest,
             "provenance": vars(origin),
-            "importance": [vars(i) for i in layers],
         }
     )
-
-
-def _error(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ewc_finetune.choices import NORM_STATS, OPTIMIZERS
+from ewc_finetune.choices import LIKELIHOODS, LINEAGES, NORM_STATS, OPTIMIZERS, PENALTY_FORMS
 from ewc_finetune.cli.command import Command, common_options, only_one
 
 
@@ -35,6 +35,22 @@ from ewc_finetune.cli.command import Command, common_options, only_one
     show_default="100",
     help="Strength of the penalty: once for all anchors, or once for each.",
 )
+@click.option(
+    "--penalty-form",
+    type=click.Choice(PENALTY_FORMS),
+    default="gradient",
+    show_default=True,
+    help="Add the penalty's gradient to the loss's, or take its exact implicit step after each of the optimizer's, "
+    "which is stable at any lambda.",
+)
+@click.option(
+    "--lineage",
+    type=click.Choice(LINEAGES),
+    default="all",
+    show_default=True,
+    help="Of an anchor that had a part in a newer one: pull to its own weights all the same, or to the newest it had a "
+    "part in.",
+)
 @click.option("--epochs", type=click.IntRange(0), default=4, show_default=True, help="Walks through the data.")
 @click.option("--lr", type=float, default=1e-4, show_default=True, help="Learning rate.")
 @click.option("--batch-size", type=click.IntRange(1), default=100, show_default=True, help="Samples a step.")
@@ -45,6 +61,11 @@ from ewc_finetune.cli.command import Command, common_options, only_one
     type=click.Choice(NORM_STATS),
     help="Keep the running statistics of normalisation "
     "layers, or let them follow the new data.  [default: frozen; update for fresh weights]",
+)
+@click.option(
+    "--likelihood",
+    type=click.Choice(LIKELIHOODS),
+    help="How outputs become the loss.  [default: the anchors'; categorical without any]",
 )
 @click.option(
     "--eval",

@@ -11,6 +11,8 @@ from typing import Any
 import click
 from tqdm import tqdm
 
+from ewc_finetune.provenance import Provenance
+
 
 class Printer:
     """Draws the progress of a verb, and its result at the end.
@@ -60,6 +62,25 @@ class Printer:
         """Print the result for machines, where they asked for it."""
         if self.as_json:
             click.echo(json.dumps(document, indent=2, default=str))
+
+
+def importance_table(printer: Printer, origin: Provenance) -> None:
+    """Print a row for each layer of an anchor."""
+    errors = (origin.standard_error or {}).get("layers", {})
+    printer.table(
+        ["layer", "parameters", "share of curvature", "error", "mean", "max"],
+        [
+            [
+                layer["layer"],
+                f"{layer['parameters']:,}",
+                f"{layer['share']:.1%}",
+                "-" if errors.get(layer["layer"]) is None else f"{errors[layer['layer']]:.1%}",
+                f"{layer['mean']:.2e}",
+                f"{layer['max']:.2e}",
+            ]
+            for layer in origin.importance
+        ],
+    )
 
 
 class _Bar:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,8 +19,9 @@ from ewc_finetune.anchor import Anchor, cpu_copy, validate
 from ewc_finetune.checkpoint.architecture import builds_by_itself
 from ewc_finetune.checkpoint.opening import open_model
 from ewc_finetune.checkpoint.state_dict import FROZEN
-from ewc_finetune.choices import ESTIMATORS, Estimator, LikelihoodName, check_choice
-from ewc_finetune.curvature.diagonal import diagonal_fisher
+from ewc_finetune.choices import CURVATURES, ESTIMATORS, Curvature, Estimator, LikelihoodName, check_choice
+from ewc_finetune.curvature.diagonal import DiagonalFisher, diagonal_fisher
+from ewc_finetune.curvature.importance import importance_by_layer
 from ewc_finetune.data.domain import Batch, Domain, Fingerprint
 from ewc_finetune.data.layout import feed
 from ewc_finetune.data.sources import resolve_domain
@@ -43,6 +44,7 @@ def consolidate(
     *,
     architecture: str | None = None,
     name: str | None = None,
+    curvature: Curvature = "diagonal",
     estimator: Estimator = "auto",
     draws: int = 1,
     samples: int | Literal["auto"] | None = None,
@@ -69,6 +71,8 @@ def consolidate(
             labels, but for the `empirical` and `batched` estimators.
         architecture: What to build for a checkpoint that doesn't carry it; recorded in the anchor.
         name: What to call the domain; the kind of data unless given.
+        curvature: `diagonal` is the Fisher's; `identity` counts every parameter alike (plain L2): the data then only
+            shows how samples go into the model.
         estimator: Whose labels the Fisher uses; `exact` is the expectation over the model's own predictions, `sampled`
             draws from them. `auto` is exact for up to 32 outputs and sampled beyond.
         draws: How many labels `sampled` draws for each sample.
@@ -96,6 +100,7 @@ def consolidate(
     progress = progress or Silent()
     if output is not None:
         check_output(Path(output), overwrite, [model])
+    check_choice("curvature", curvature, CURVATURES)
     check_choice("estimator", estimator, ESTIMATORS)
     if samples is not None and samples != "auto" and (type(samples) is not int or samples < 1):
         raise UsageError(f"samples is {samples}; expected auto or a whole number, at least 1")
@@ -130,21 +135,26 @@ def consolidate(
     fingerprint = Fingerprint()
     with on_device(opened.model, where), random_state_kept(where, seed):
         layout = prepare(opened.model, domain, rule, where, opened.record, progress)
-        with progress.bar("Fisher", _count(domain, limit), "sample") as bar:
-            found = diagonal_fisher(
-                opened.model,
-                feed(_taken(chosen.batches(batch_size, order), limit, fingerprint), layout, opened.model, where),
-                rule,
-                estimator,
-                parameters={n: p for n, p in opened.model.named_parameters() if n not in excluded},
-                draws=draws,
-                rtol=rtol if samples == "auto" else None,
-                rules=rules,
-                generator=torch.Generator().manual_seed(seed),
-                bar=bar,
-                note=progress.note,
-            )
+        parameters = {n: p for n, p in opened.model.named_parameters() if n not in excluded}
+        if curvature == "identity":
+            found = _identity(parameters)
+        else:
+            with progress.bar("Fisher", _count(domain, limit), "sample") as bar:
+                found = diagonal_fisher(
+                    opened.model,
+                    feed(_taken(chosen.batches(batch_size, order), limit, fingerprint), layout, opened.model, where),
+                    rule,
+                    estimator,
+                    parameters=parameters,
+                    draws=draws,
+                    rtol=rtol if samples == "auto" else None,
+                    rules=rules,
+                    generator=torch.Generator().manual_seed(seed),
+                    bar=bar,
+                    note=progress.note,
+                )
         progress.note(found.path)
+        fisher = {n: value.float().cpu() for n, value in found.values.items()}
         provenance = Provenance(
             name=name or parse(domain.name).head.partition(":")[0],
             created=_created(),
@@ -159,16 +169,18 @@ def consolidate(
                 "spec": domain.name,
                 "split": domain.split,
                 "size": domain.size,
-                "fingerprint": fingerprint.hexdigest(),
+                "fingerprint": fingerprint.hexdigest() if found.samples else None,
             },
             likelihood=likelihood,
-            estimator=found.estimator,
+            estimator=found.estimator if curvature == "diagonal" else "none",
+            curvature=curvature,
             draws=draws if found.estimator == "sampled" else None,
             samples=found.samples,
             standard_error=None if found.standard_error is None else asdict(found.standard_error),
             batch_size=batch_size,
             seed=seed,
             excluded=excluded,
+            importance=[asdict(layer) for layer in importance_by_layer(fisher)],
             normalisation={"statistics": "frozen", "layers": list(normalisation_layers(opened.model))},
             lineage=opened.record.lineage if lineage is None else list(lineage),
             scores=found.scores,
@@ -177,7 +189,7 @@ def consolidate(
         )
         anchor = Anchor(
             weights=cpu_copy(dict(opened.model.named_parameters())),
-            fisher={n: value.float().cpu() for n, value in found.values.items()},
+            fisher=fisher,
             buffers=cpu_copy(_persistent_buffers(opened.model)),
             provenance=provenance,
         )
@@ -188,6 +200,12 @@ def consolidate(
 def default_output(model: str | Path) -> Path:
     """Return where the anchor of a checkpoint file goes: beside it, `model.pt` to `model.anchor.safetensors`."""
     return beside(Path(model), ".anchor.safetensors")
+
+
+def _identity(parameters: Mapping[str, torch.Tensor]) -> DiagonalFisher:
+    """Return ones in the place of a Fisher, of no samples."""
+    ones = {name: torch.ones(p.shape) for name, p in parameters.items()}
+    return DiagonalFisher(ones, 0, {}, "exact", None, "curvature: the identity, for which no gradient is taken")
 
 
 def _excluded(model: nn.Module, patterns: Sequence[str]) -> dict[str, str]:

@@ -16,7 +16,18 @@ from ewc_finetune.anchor import Anchor
 from ewc_finetune.checkpoint.architecture import FORMS, looks_like_architecture
 from ewc_finetune.checkpoint.opening import Opened, open_checkpoint, open_fresh, open_model
 from ewc_finetune.checkpoint.state_dict import Record, from_anchor, save_checkpoint
-from ewc_finetune.choices import NORM_STATS, OPTIMIZERS, NormStats, OptimizerName, check_choice
+from ewc_finetune.choices import (
+    LINEAGES,
+    NORM_STATS,
+    OPTIMIZERS,
+    PENALTY_FORMS,
+    LikelihoodName,
+    Lineage,
+    NormStats,
+    OptimizerName,
+    PenaltyForm,
+    check_choice,
+)
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.layout import Layout
 from ewc_finetune.data.sources import resolve_domain, resolve_domains
@@ -30,7 +41,7 @@ from ewc_finetune.penalty import Penalty
 from ewc_finetune.precision import float32_weights
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.runs import RunFolder
-from ewc_finetune.stack import remarks, spread_lambdas
+from ewc_finetune.stack import lineage_of, remarks, spread_lambdas
 from ewc_finetune.training import Schedule, train
 from ewc_finetune.verbs.evaluate import Score
 from ewc_finetune.verbs.journal import Journal
@@ -72,6 +83,8 @@ def finetune(
     *,
     anchors: Anchor | str | Path | Sequence[Anchor | str | Path] = (),
     lambdas: float | Sequence[float] = DEFAULT_LAMBDA,
+    penalty_form: PenaltyForm = "gradient",
+    lineage: Lineage = "all",
     architecture: str | None = None,
     epochs: int = 4,
     lr: float = 1e-4,
@@ -79,6 +92,7 @@ def finetune(
     optimizer: OptimizerName = "adam",
     momentum: float = 0.9,
     norm_stats: NormStats | None = None,
+    likelihood: LikelihoodName | None = None,
     eval_on: Sequence[Any] | Mapping[str, Any] | None = None,
     seed: int = 0,
     device: str = "auto",
@@ -98,6 +112,10 @@ def finetune(
         data: The new domain: a data spec (its train split unless it says), dataset or loader.
         anchors: Anchors or their files, oldest first.
         lambdas: Strength of the penalty, one for all or one for each anchor.
+        penalty_form: `gradient` adds the penalty's gradient to the loss's; `proximal` takes the exact implicit step of
+            the penalty after each of the optimizer's, which is stable at any lambda.
+        lineage: What an anchor pulls to that had a part in a later one: `all` to its own weights, `latest` to the later
+            one's, so that it doesn't count twice.
         architecture: What to build for a checkpoint that doesn't carry it.
         epochs: Walks through the data; 0 only evaluates and writes.
         lr: Learning rate.
@@ -106,6 +124,7 @@ def finetune(
         momentum: Of `sgd` alone.
         norm_stats: `frozen` keeps running statistics as they are, `update` lets them follow the new data. Unless
             given: frozen, but update for fresh weights, whose statistics nothing has filled yet.
+        likelihood: How outputs become the loss, -log p(y | x); the anchors' unless given, and categorical without any.
         eval_on: Domains to score before and after each epoch, a list of specs or datasets or a dict of such by name
             (specs mean their test split unless they say); the test split of `data` unless given, where it has one.
         seed: Of fresh weights, the order of samples, and dropout.
@@ -125,48 +144,57 @@ def finetune(
     _check_numbers(epochs=epochs, lr=lr, batch_size=batch_size, momentum=momentum, log_every=log_every)
     given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
     check_choice("optimizer", optimizer, OPTIMIZERS)
+    check_choice("penalty form", penalty_form, PENALTY_FORMS)
+    check_choice("lineage", lineage, LINEAGES)
     check_choice("norm stats", norm_stats or "frozen", NORM_STATS)
     # Without anchors a lambda does nothing, but a wrong one is still an error.
     strengths = spread_lambdas(lambdas, len(given) or 1)[: len(given)]
     output = None if output is None else Path(output)
     if output is not None:
         _check_output(output, overwrite, [model, *given])
-    stacked = [item if isinstance(item, Anchor) else Anchor.load(item) for item in given]
-    for remark in [r for anchor in stacked for r in anchor.remarks] + remarks(stacked):
+    stacked = [item if isinstance(item, Anchor) else Anchor.open(item) for item in given]
+    for remark in [r for anchor in stacked for r in anchor.remarks] + remarks(stacked, lineage):
         progress.note(remark)
     domain = resolve_domain(data, "train", data_dir)
     start, fresh = _start(model, architecture, stacked, domain, seed)
     policy: NormStats = norm_stats or ("update" if fresh else "frozen")
     schedule = Schedule(epochs, lr, batch_size, optimizer, momentum, policy, log_every)
-    likelihood = get_likelihood(stacked[-1].provenance.likelihood if stacked else "categorical")
+    rule = get_likelihood(_likelihood(likelihood, stacked))
     known = start.record
     if stacked and not known.input:
         # A module that was passed in knows nothing of its data, but its anchors do.
         known = replace(known, input=stacked[-1].provenance.input, classes=stacked[-1].provenance.classes)
     where = choose_device(device)
     with on_device(start.model, where), random_state_kept(where, seed):
-        layout = prepare(start.model, domain, likelihood, where, known, progress)
+        layout = prepare(start.model, domain, rule, where, known, progress)
         watched = [
-            (watch, prepare(start.model, watch, likelihood, where, known, Silent()))
+            (watch, prepare(start.model, watch, rule, where, known, Silent()))
             for watch in _watched(eval_on, data, domain, stacked, data_dir, progress)
         ]
-        penalty = Penalty(start.model, stacked, strengths) if stacked else None
+        penalty = Penalty(start.model, stacked, strengths, penalty_form, lineage) if stacked else None
         _say(progress, start, stacked, strengths, penalty, policy, fresh)
+        _warn_of_overshooting(progress, penalty, schedule)
         record = Record(
             architecture=known.architecture,
             input=layout.to_json(),
             classes=known.classes or (None if domain.classes is None else list(domain.classes)),
-            lineage=_lineage(known, stacked, strengths),
+            lineage=known.lineage + [e for e in lineage_of(stacked, strengths) if e not in known.lineage],
             frozen=known.frozen,
         )
         folder = None
         if output is not None:
-            options = _options(start, stacked, strengths, domain, watched, data_dir, layout, likelihood, schedule)
-            options |= {"seed": seed, "device": str(where), "output": str(output)}
+            options = _options(start, stacked, strengths, domain, watched, data_dir, layout, rule, schedule)
+            options |= {
+                "penalty_form": penalty_form,
+                "lineage": lineage,
+                "seed": seed,
+                "device": str(where),
+                "output": str(output),
+            }
             folder = RunFolder(beside(output, ".run"), overwrite, options)
         keep = isinstance(model, nn.Module)
         # Scoring keeps no activations, so twice the batch fits where training does.
-        journal = Journal(start.model, watched, likelihood, 2 * batch_size, where, record, folder, keep, progress)
+        journal = Journal(start.model, watched, rule, 2 * batch_size, where, record, folder, keep, progress)
         try:
             before = journal.score(0, 0)
             batches = domain.count_batches(batch_size)
@@ -175,7 +203,7 @@ def finetune(
                 progress.bar(f"fine-tuning on {domain.name}", batches and batches * epochs, "step") as bar,
             ):
                 shuffle = torch.Generator().manual_seed(seed)
-                steps = train(start.model, domain, layout, likelihood, penalty, schedule, shuffle, bar, journal)
+                steps = train(start.model, domain, layout, rule, penalty, schedule, shuffle, bar, journal)
             start.model.zero_grad(set_to_none=True)
             start.model.eval()
             if journal.dtypes:
@@ -274,17 +302,6 @@ def _watched(
     return found
 
 
-def _lineage(record: Record, anchors: Sequence[Anchor], strengths: Sequence[float]) -> list[dict[str, Any]]:
-    """Return every anchor that has pulled on the new checkpoint: of its start, of its anchors, and these anchors."""
-    entries = [*record.lineage, *(entry for anchor in anchors for entry in anchor.provenance.lineage)]
-    entries += [
-        {"name": anchor.provenance.name, "sha256": anchor.digest, "lambda": strength}
-        for anchor, strength in zip(anchors, strengths, strict=True)
-        if strength > 0
-    ]
-    return [entry for index, entry in enumerate(entries) if entry not in entries[:index]]
-
-
 def _options(
     start: Opened,
     anchors: Sequence[Anchor],
@@ -311,6 +328,34 @@ def _options(
         "likelihood": likelihood.name,
         **asdict(schedule),
     }
+
+
+def _likelihood(asked: LikelihoodName | None, anchors: Sequence[Anchor]) -> str:
+    known = anchors[-1].provenance.likelihood if anchors else asked or "categorical"
+    if asked is not None and asked != known:
+        raise UsageError(
+            f"likelihood is {asked}, and {anchors[-1].label} was made with {known}; a penalty goes with the loss that "
+            "its curvature is of"
+        )
+    return known
+
+
+def _warn_of_overshooting(progress: Progress, penalty: Penalty | None, schedule: Schedule) -> None:
+    """Say it before training if steps along the penalty's gradient cannot converge.
+
+    Gradient descent with momentum m on a quadratic of curvature h is stable up to a learning rate of 2 (1 + m) / h.
+    Adam's steps are no larger than its learning rate whatever the gradient.
+    """
+    if penalty is None or penalty.form != "gradient" or schedule.optimizer != "sgd":
+        return
+    name, largest = penalty.largest_curvature()
+    bound = 2 * (1 + schedule.momentum)
+    if schedule.lr * largest > bound:
+        progress.note(
+            f"this lambda is too large for gradient steps: the largest lambda F, {largest:.3g} in {name}, times the "
+            f"learning rate {schedule.lr:g} is {schedule.lr * largest:.3g}, and beyond {bound:g} each step overshoots "
+            f"further. Use --penalty-form proximal, stable at any lambda, or --lr up to {bound / largest:.2g}"
+        )
 
 
 def _say(

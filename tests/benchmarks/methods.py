@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-from models import Case
+from models import EXACT, LOOP_EXACT, Case
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -136,15 +136,13 @@ def opacus(model: nn.Module, case: Case) -> Run:
     return run
 
 
-# Those that take so long that a few batches must do.
-SLOW = {"loop over samples", "loop over samples and classes", "vmap"}
-# Those that need a backward pass for each class; a language model has too many.
-EXACT = {"ewc-finetune, exact", "loop over samples and classes"}
+# Those that take so long that a batch in each of two turns must do.
+SLOW = {"loop over samples", LOOP_EXACT, "vmap"}
 METHODS = {
     "ewc-finetune": ours,
-    "ewc-finetune, exact": ours_exact,
+    EXACT: ours_exact,
     "loop over samples": loop,
-    "loop over samples and classes": loop_exact,
+    LOOP_EXACT: loop_exact,
     "vmap": vmap,
     "BackPACK": backpack,
     "NNGeometry": nngeometry,

@@ -22,8 +22,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from methods import EXACT, METHODS, SLOW, Run, plain
-from models import CASES, Case
+from methods import METHODS, SLOW, Run, plain
+from models import CASES, EXACT, Case
 from torch import Tensor
 
 THREADS = 2
@@ -71,12 +71,14 @@ def time_model(name: str, methods: list[str], repeats: int) -> dict[str, str]:
     unit(batches)
     prepared = {method: attempt(case, method, model, batches) for method in methods}
     found: dict[str, list[float]] = {method: [] for method in methods}
-    for _ in range(repeats):
+    for turn in range(repeats):
         one = seconds(unit, batches, case.first)
         for method, run in prepared.items():
             if not isinstance(run, str):
-                slow = seconds(run, batches[:3], 1) if method in SLOW else seconds(run, batches, case.first)
-                found[method].append(slow / one)
+                if method not in SLOW:
+                    found[method].append(seconds(run, batches, case.first) / one)
+                elif turn < 2:
+                    found[method].append(seconds(run, batches[:2], 1) / one)
     return {
         method: run if isinstance(run, str) else f"{median(r):.2f} ({min(r):.2f}-{max(r):.2f})"
         for (method, run), r in zip(prepared.items(), found.values(), strict=True)
@@ -110,7 +112,7 @@ def memory_row(name: str) -> list[str]:
         return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
     unit, one, many = child("plain", 4), child("ewc-finetune", 4), child("ewc-finetune", 16)
-    exact = "-" if CASES[name].likelihood == "per-token" else f"{child('ewc-finetune, exact', 4) / unit:.2f}"
+    exact = f"{child(EXACT, 4) / unit:.2f}" if CASES[name].takes(EXACT) else "-"
     return [name, f"{unit:.0f} MB", f"{one / unit:.2f}", f"{many / unit:.2f}", exact]
 
 
@@ -152,7 +154,7 @@ def time_table(options: argparse.Namespace) -> None:
     rows = [["time / plain pass", *options.models]]
     timed = {}
     for name in options.models:
-        known = [m for m in options.methods if not (m in EXACT and CASES[name].likelihood == "per-token")]
+        known = [m for m in options.methods if CASES[name].takes(m)]
         timed[name] = time_model(name, known, options.repeats)
     rows += [[method, *(timed[name].get(method, "-") for name in options.models)] for method in options.methods]
     table(rows)

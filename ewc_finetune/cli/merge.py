@@ -1,0 +1,68 @@
+"""`ewc-ft merge`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ewc_finetune.choices import LINEAGES
+from ewc_finetune.cli.command import Command, printing_options
+
+
+@click.command(cls=Command)
+@click.argument("anchors", nargs=-1, required=True, metavar="ANCHOR...", type=click.Path(dir_okay=False))
+@click.option("--output", "-o", required=True, type=click.Path(dir_okay=False), help="The merged anchor.")
+@click.option(
+    "--lambda",
+    "lambdas",
+    type=float,
+    multiple=True,
+    default=[1.0],
+    show_default="1",
+    help="Strength relative to the others: once for all anchors, or once for each.",
+)
+@click.option("--online", is_flag=True, help="The running form: older curvature fades, and the newest weights count.")
+@click.option(
+    "--gamma", type=float, default=1.0, show_default=True, help="What stays of older curvature at each anchor; online."
+)
+@click.option(
+    "--lineage",
+    type=click.Choice(LINEAGES),
+    default="all",
+    show_default=True,
+    help="Of an anchor that had a part in a newer one: its own weights count, or the newest it had a part in.",
+)
+@click.option("--name", help="What to call the merged anchor.  [default: the names, joined by +]")
+@click.option(
+    "--checkpoint",
+    type=click.Path(dir_okay=False),
+    help="Write the centre of the stack as a model too: the Fisher-weighted mean of the parents.",
+)
+@click.option("--arch", metavar="ARCH", help="What to build for that model, if the newest anchor doesn't say.")
+@click.option("--overwrite", is_flag=True, help="Replace the output and the checkpoint if they exist.")
+@printing_options
+def merge(anchors: tuple[str, ...], output: str, arch: str | None, quiet: bool, as_json: bool, **options: Any) -> None:
+    """Write several anchors, oldest first, as one that pulls as all of them would together.
+
+    Exactly so, unless --online: that is what a stack of anchors costs in training, however many there are.
+    """
+    from ewc_finetune.cli.printer import Printer, importance_table
+    from ewc_finetune.verbs.merge import merge as run
+
+    printer = Printer(quiet, as_json)
+    merged = run(anchors, architecture=arch, output=output, progress=printer, **options)
+    origin = merged.provenance
+    importance_table(printer, origin)
+    path = Path(str(merged.path))
+    printer.note(f"{path}: {len(anchors)} anchors, {path.stat().st_size:,} bytes, sha256 {merged.digest}")
+    printer.result(
+        {
+            "anchor": str(path),
+            "bytes": path.stat().st_size,
+            "sha256": merged.digest,
+            "checkpoint": options["checkpoint"],
+            "provenance": vars(origin),
+        }
+    )

@@ -1,0 +1,82 @@
+"""Tensors that stay in their file until they are asked for, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ewc_finetune.errors import AnchorError
+
+
+class TensorFile(Mapping[str, Tensor]):
+    """The tensors of a safetensors file whose names begin alike, by the rest of the name.
+
+    Each is read when it is asked for, and again when it is asked for again: nothing is kept, nor is the file left open.
+
+    Args:
+        path: The file.
+        prefix: What their names begin with.
+        shapes: The shape of each, by name.
+        check: Called with the name and every tensor that is read; raises if it cannot be used.
+    """
+
+    def __init__(
+        self, path: Path, prefix: str, shapes: Mapping[str, torch.Size], check: Callable[[str, Tensor], None]
+    ) -> None:
+        self.shapes = dict(shapes)
+        self._path = path
+        self._prefix = prefix
+        self._check = check
+        self._state = _state(path)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.shapes:
+            raise KeyError(name)
+        with opened(self._path) as file:
+            if _state(self._path) != self._state:
+                raise AnchorError(f"{self._path} has changed since it was opened. Run the command again")
+            tensor: Tensor = file.get_tensor(self._prefix + name)
+        self._check(name, tensor)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """Return the shapes of tensors by name, without reading those that lie in a file."""
+    return tensors.shapes if isinstance(tensors, TensorFile) else {name: t.shape for name, t in tensors.items()}
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file; nothing in it is ever executed.
+
+    Raises:
+        AnchorError: if it is no whole safetensors file, or cannot be read.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise AnchorError(
+            f"{path} cannot be read as an anchor: it is not a whole safetensors file ({error}). "
+            "Copy it again from where it came, or make it again with `ewc-ft consolidate`"
+        ) from error
+
+
+def _state(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise AnchorError(f"{path} cannot be read any more: {error.strerror}") from error
+    return found.st_size, found.st_mtime_ns

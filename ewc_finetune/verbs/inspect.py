@@ -1,0 +1,134 @@
+"""`inspect`: what is in an anchor file, and where it came from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ewc_finetune.anchor import Anchor
+from ewc_finetune.curvature.importance import importance_by_layer
+from ewc_finetune.figures import draw_importance
+from ewc_finetune.files import check_output
+from ewc_finetune.provenance import Provenance
+from ewc_finetune.tensor_file import shapes_of
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `inspect` found.
+
+    Attributes:
+        file: The anchor.
+        bytes: Its size.
+        tensors: How many tensors and numbers there are of `fisher`, `anchor` (weights) and `buffer`.
+        provenance: Where it came from, with the importance of each layer.
+        remarks: What a reader should know of the file.
+    """
+
+    file: Path
+    bytes: int
+    tensors: dict[str, dict[str, int]]
+    provenance: Provenance
+    remarks: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it in values that JSON has."""
+        return {
+            "file": str(self.file),
+            "bytes": self.bytes,
+            "tensors": self.tensors,
+            "provenance": asdict(self.provenance),
+            "remarks": list(self.remarks),
+        }
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """What a person wants to know first, each with its name."""
+        origin = self.provenance
+        held, weights = self.tensors["fisher"], self.tensors["anchor"]
+        found = [
+            ("name", origin.name),
+            ("made", " with ".join(filter(None, (origin.created, _versions(origin))))),
+            ("size", f"{self.bytes:,} bytes"),
+            ("holds", f"{held['numbers']:,} of {weights['numbers']:,} weights, in {held['tensors']} tensors"),
+            ("model", origin.checkpoint.get("architecture") or "of no recorded architecture"),
+            ("checkpoint", " ".join(filter(None, (origin.checkpoint.get("file"), origin.checkpoint.get("sha256"))))),
+            ("data", _data(origin)),
+            ("curvature", _curvature(origin)),
+            ("scores", ", ".join(f"{name} {value:.4f}" for name, value in sorted(origin.scores.items()))),
+            ("classes", "" if origin.classes is None else ", ".join(origin.classes)),
+            ("normalisation", _normalisation(origin)),
+            ("left free", "; ".join(f"{name}: {reason}" for name, reason in origin.excluded.items())),
+            ("trained under", "; ".join(f"{e.get('name')} (lambda {e.get('lambda')})" for e in origin.lineage)),
+        ]
+        if origin.merged is not None:
+            for number, parent in enumerate(origin.merged["parents"], start=1):
+                source = parent["provenance"]
+                found.append(
+                    (
+                        f"parent {number}",
+                        f"{source.get('name')}, lambda {parent['lambda']:g}, sha256 {parent['sha256']}",
+                    )
+                )
+        return [(name, value) for name, value in found if value] + [("note", remark) for remark in self.remarks]
+
+
+def inspect(file: str | Path, *, plot: str | Path | None = None, overwrite: bool = False) -> Inspection:
+    """Say what is in an anchor file; its header is enough, and the tensors of one that has no importance in it.
+
+    Args:
+        file: The anchor.
+        plot: PNG file to draw the importance of each layer in.
+        overwrite: Whether that file may be replaced.
+
+    Raises:
+        EwcError: naming what is wrong with the file.
+    """
+    if plot is not None:
+        check_output(Path(plot), overwrite, [file])
+    anchor = Anchor.open(file, digest=False)
+    origin = anchor.provenance
+    if not origin.importance:
+        origin = replace(origin, importance=[asdict(layer) for layer in importance_by_layer(anchor.fisher)])
+    groups = {"fisher": anchor.fisher, "anchor": anchor.weights, "buffer": anchor.buffers}
+    shapes = {group: shapes_of(tensors).values() for group, tensors in groups.items()}
+    found = Inspection(
+        file=Path(file),
+        bytes=Path(file).stat().st_size,
+        tensors={g: {"tensors": len(s), "numbers": sum(shape.numel() for shape in s)} for g, s in shapes.items()},
+        provenance=origin,
+        remarks=anchor.remarks,
+    )
+    if plot is not None:
+        draw_importance(Path(plot), origin.importance, f"{origin.name}: share of the curvature by layer")
+    return found
+
+
+def _versions(origin: Provenance) -> str:
+    return ", ".join(f"{name} {version}" for name, version in origin.versions.items())
+
+
+def _data(origin: Provenance) -> str:
+    spec = origin.data.get("spec")
+    if not spec:
+        return ""
+    split = origin.data.get("split")
+    return f"{spec}{f', {split} split' if split else ''}, {origin.samples:,} of {origin.data.get('size')} samples"
+
+
+def _curvature(origin: Provenance) -> str:
+    if origin.merged is not None:
+        form = origin.merged.get("form")
+        faded = f", gamma {origin.merged.get('gamma')}" if form == "online" else ""
+        return f"merged {form}{faded}, from {len(origin.merged['parents'])} anchors; constant {origin.constant:.4g}"
+    if origin.curvature == "identity":
+        return "identity (plain L2)"
+    error = (origin.standard_error or {}).get("trace")
+    spread = "" if error is None else f", standard error of the trace {error:.1%}"
+    return f"diagonal Fisher, {origin.estimator}, {origin.likelihood} likelihood, {origin.samples:,} samples{spread}"
+
+
+def _normalisation(origin: Provenance) -> str:
+    layers = origin.normalisation.get("layers") or []
+    return f"{len(layers)} layers, statistics {origin.normalisation.get('statistics')}" if layers else ""

@@ -1,0 +1,191 @@
+"""`merge`: write a stack of anchors as one anchor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ewc_finetune._version import __version__
+from ewc_finetune.anchor import Anchor, validate
+from ewc_finetune.checkpoint.opening import open_checkpoint
+from ewc_finetune.checkpoint.state_dict import from_anchor, save_checkpoint
+from ewc_finetune.choices import LINEAGES, Lineage, check_choice
+from ewc_finetune.curvature.importance import importance_by_layer
+from ewc_finetune.errors import NonFiniteError, StorageError, UsageError
+from ewc_finetune.files import check_output
+from ewc_finetune.progress import Progress, Silent
+from ewc_finetune.provenance import Provenance
+from ewc_finetune.stack import Quadratic, check_together, collapse, lineage_of, remarks, spread_lambdas
+
+
+def merge(
+    anchors: Sequence[Anchor | str | Path],
+    *,
+    lambdas: float | Sequence[float] = 1.0,
+    online: bool = False,
+    gamma: float = 1.0,
+    lineage: Lineage = "all",
+    name: str | None = None,
+    output: str | Path | None = None,
+    checkpoint: str | Path | None = None,
+    architecture: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Anchor:
+    """Make one anchor of several: under any lambda it pulls as they would together, each under its share of it.
+
+    Offline (the default) this is exact: `F = sum_k lambda_k F_k`, and the centre is the mean of the parents' weights,
+    each weighted by its lambda F (Matena and Raffel 2022, "Merging models with Fisher-weighted averaging"). Where no
+    parent has curvature the newest one's weights are kept, and its buffers. Files are read a tensor at a time.
+
+    Args:
+        anchors: Anchors or their files, oldest first; a merged one is an anchor like any other.
+        lambdas: One for all or one for each, relative to each other: the merged anchor gets a lambda when it is used.
+        online: Take the running form instead: `F <- gamma F + lambda_k F_k` from the oldest to the newest, with the
+            newest one's weights for the centre (Schwarz et al. 2018, "Progress & compress").
+        gamma: How much of the older curvature stays at each newer anchor, 0 to 1; `online` alone.
+        lineage: See `collapse`; offline alone.
+        name: What to call it; the parents' names joined by `+` unless given.
+        output: File to save the anchor to; not saved unless given.
+        checkpoint: File to write the centre to as a model, in the format of the newest parent's checkpoint.
+        architecture: What to build for that model; what the newest parent carries unless given.
+        overwrite: Whether existing files may be replaced.
+        progress: Told what happens.
+
+    Returns:
+        The merged anchor, on the CPU.
+
+    Raises:
+        EwcError: naming what is wrong with an option, an anchor or a file.
+    """
+    progress = progress or Silent()
+    check_choice("lineage", lineage, LINEAGES)
+    if not anchors:
+        raise UsageError("there is nothing to merge; name one anchor or more")
+    if not 0 <= gamma <= 1:
+        raise UsageError(f"gamma is {gamma}; expected 0 to 1")
+    if gamma != 1 and not online:
+        raise UsageError("gamma belongs to the online form; add online")
+    if online and lineage != "all":
+        raise UsageError("the online form pulls to the newest weights as it is; lineage belongs to the offline one")
+    strengths = spread_lambdas(lambdas, len(anchors))
+    if not any(strengths):
+        raise UsageError("every lambda is 0, so nothing would be left")
+    written = [Path(path) for path in (output, checkpoint) if path is not None]
+    for path in written:
+        check_output(path, overwrite, anchors)
+    if len(written) == 2 and written[0].resolve() == written[1].resolve():
+        raise StorageError(f"the anchor and the checkpoint cannot both be {written[0]}")
+    parents = [anchor if isinstance(anchor, Anchor) else Anchor.open(anchor) for anchor in anchors]
+    for remark in [r for parent in parents for r in parent.remarks] + remarks(parents, "latest" if online else lineage):
+        progress.note(remark)
+    quadratic = _online(parents, strengths, gamma) if online else collapse(parents, strengths, lineage)
+    if not math.isfinite(quadratic.constant):
+        raise NonFiniteError("the sum of the curvatures is too large for its numbers; use smaller lambdas")
+    newest = parents[-1]
+    merged = Anchor(
+        weights=_weights(parents, quadratic),
+        fisher=quadratic.curvature,
+        buffers=dict(newest.buffers),
+        provenance=_provenance(parents, strengths, quadratic, name, online, gamma, lineage),
+    )
+    validate(merged)
+    if checkpoint is not None:
+        _write_model(merged, parents, strengths, Path(checkpoint), architecture)
+        progress.note(f"{checkpoint}: the centre of the stack as a model, with the buffers of {newest.label}")
+    return merged if output is None else merged.save(output)
+
+
+def _online(anchors: Sequence[Anchor], lambdas: Sequence[float], gamma: float) -> Quadratic:
+    """`F <- gamma F + lambda_k F_k`, centred at the newest weights; accumulated in float64."""
+    check_together(anchors)
+    curvature: dict[str, Tensor] = {}
+    centre: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for anchor in anchors for name in anchor.fisher):
+        total: Tensor | None = None
+        for anchor, lam in zip(anchors, lambdas, strict=True):
+            if total is not None:
+                total.mul_(gamma)
+            if name in anchor.fisher:
+                part = anchor.fisher[name].double().mul_(lam)
+                total = part if total is None else total.add_(part)
+        if total is not None:
+            curvature[name] = total.float()
+            weights = next(anchor.weights for anchor in reversed(anchors) if name in anchor.weights)
+            centre[name] = weights[name]
+    return Quadratic(curvature, centre, 0.0)
+
+
+def _weights(anchors: Sequence[Anchor], quadratic: Quadratic) -> dict[str, Tensor]:
+    """Return the centre, and for parameters without curvature the newest weights there are."""
+    found: dict[str, Tensor] = {}
+    for anchor in reversed(anchors):
+        for name in anchor.weights:
+            if name not in found:
+                found[name] = quadratic.centre[name] if name in quadratic.centre else anchor.weights[name]
+    return found
+
+
+def _provenance(
+    anchors: Sequence[Anchor],
+    lambdas: Sequence[float],
+    quadratic: Quadratic,
+    name: str | None,
+    online: bool,
+    gamma: float,
+    lineage: Lineage,
+) -> Provenance:
+    origins = [anchor.provenance for anchor in anchors]
+    newest = origins[-1]
+    held = quadratic.curvature
+    reasons = {n: reason for origin in origins for n, reason in origin.excluded.items() if n not in held}
+    every = [entry for origin in origins for entry in origin.lineage]
+    estimators = {origin.estimator for origin in origins}
+    merged: dict[str, Any] = {
+        "form": "online" if online else "offline",
+        "gamma": gamma if online else None,
+        "lineage": None if online else lineage,
+        "parents": [
+            {"sha256": anchor.digest, "lambda": lam, "provenance": asdict(anchor.provenance)}
+            for anchor, lam in zip(anchors, lambdas, strict=True)
+        ],
+    }
+    return Provenance(
+        name=name or "+".join(origin.name for origin in origins),
+        versions={"ewc_finetune": __version__, "torch": torch.__version__},
+        checkpoint={
+            "file": None,
+            "sha256": None,
+            "format": newest.checkpoint.get("format"),
+            "architecture": newest.checkpoint.get("architecture"),
+        },
+        likelihood=newest.likelihood,
+        estimator=estimators.pop() if len(estimators) == 1 else "mixed",
+        samples=sum(origin.samples for origin in origins),
+        constant=quadratic.constant,
+        merged=merged,
+        importance=[asdict(layer) for layer in importance_by_layer(held)],
+        excluded=reasons,
+        normalisation=newest.normalisation,
+        lineage=[entry for index, entry in enumerate(every) if entry not in every[:index]],
+        input=newest.input,
+        classes=newest.classes,
+    )
+
+
+def _write_model(
+    merged: Anchor, parents: Sequence[Anchor], lambdas: Sequence[float], path: Path, architecture: str | None
+) -> None:
+    """Write the centre as a checkpoint, each tensor in the dtype that the newest parent has it in."""
+    newest = parents[-1].weights
+    found = from_anchor(merged)
+    state = {name: t.to(newest[name].dtype) if name in newest else t for name, t in found.state.items()}
+    opened = open_checkpoint(replace(found, state=state), architecture)
+    record = replace(opened.record, lineage=lineage_of(parents, lambdas))
+    save_checkpoint(path, opened.model, record)
