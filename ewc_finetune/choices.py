@@ -26,6 +26,9 @@ PENALTY_FORMS: tuple[PenaltyForm, ...] = get_args(PenaltyForm)
 Lineage = Literal["all", "latest"]
 LINEAGES: tuple[Lineage, ...] = get_args(Lineage)
 
+Head = Literal["shared", "new", "expand"]
+HEADS: tuple[Head, ...] = get_args(Head)
+
 Curvature = Literal["diagonal", "identity"]
 CURVATURES: tuple[Curvature, ...] = get_args(Curvature)
 

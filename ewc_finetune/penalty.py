@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,9 @@ class Penalty:
             with gradients. `proximal` leaves the gradient alone and moves the parameters after the optimizer's step,
             by the exact implicit step of the penalty: stable at any lambda, and decoupled from the optimizer as
             AdamW decouples weight decay.
-        lineage: See `collapse`.
+        lineage: See `collapse`, as for the next two.
+        without: Parameters to leave free.
+        growing: Parameters that may have more rows than the anchors know, which hold the first ones then.
 
     Attributes:
         free: Trained parameters that no anchor holds.
@@ -69,6 +71,9 @@ class Penalty:
         lambdas: float | Sequence[float],
         form: PenaltyForm = "gradient",
         lineage: Lineage = "all",
+        *,
+        without: Collection[str] = (),
+        growing: Collection[str] = (),
     ) -> None:
         check_choice("penalty form", form, PENALTY_FORMS)
         given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
@@ -76,8 +81,8 @@ class Penalty:
         strengths = spread_lambdas(lambdas, len(stacked))
         parameters = dict(model.named_parameters())
         for anchor in stacked:
-            check_fit(parameters, anchor)
-        quadratic = collapse(stacked, strengths, lineage)
+            check_fit(parameters, anchor, without, growing)
+        quadratic = collapse(stacked, strengths, lineage, without=without, growing=growing)
         self.form = form
         self._constant = quadratic.constant
         self._held = {
@@ -168,14 +173,20 @@ class _Held:
         self.centre = centre.to(parameter.device)
         self.curvature = curvature.to(self.centre)
         self._rows = max(1, _piece(parameter.device) // max(1, math.prod(parameter.shape[1:])))
+        self._length = len(self.centre) if self.centre.ndim else None
         self._fixed = list(zip(self._cut(self.curvature), self._cut(self.centre), strict=True))
 
     def _cut(self, tensor: Tensor) -> tuple[Tensor, ...]:
         return torch.split(tensor, self._rows) if tensor.ndim and len(tensor) > self._rows else (tensor,)
 
+    def _known(self, tensor: Tensor) -> Tensor:
+        """Return the rows that the anchors know."""
+        return tensor if self._length is None or len(tensor) == self._length else tensor[: self._length]
+
     def pieces(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Go through views of the parameter as it is now, its curvature and its centre."""
-        for theta, (curvature, centre) in zip(self._cut(self.parameter.detach()), self._fixed, strict=True):
+        held = self._known(self.parameter.detach())
+        for theta, (curvature, centre) in zip(self._cut(held), self._fixed, strict=True):
             yield theta, curvature, centre
 
     def gradients(self) -> tuple[Tensor, ...]:
@@ -185,7 +196,7 @@ class _Held:
             parameter.grad = torch.zeros_like(parameter)
         elif parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
-        return self._cut(parameter.grad)
+        return self._cut(self._known(parameter.grad))
 
     def value(self) -> float:
         """Return this parameter's part of the penalty."""
@@ -248,20 +259,29 @@ def _piece(device: torch.device) -> int:
     return _CPU_PIECE if device.type == "cpu" else _ACCELERATOR_PIECE
 
 
-def check_fit(parameters: Mapping[str, nn.Parameter], anchor: Anchor) -> None:
+def check_fit(
+    parameters: Mapping[str, nn.Parameter],
+    anchor: Anchor,
+    without: Collection[str] = (),
+    growing: Collection[str] = (),
+) -> None:
     """Check that the model has every parameter that the anchor holds, in the same shape.
 
     Raises:
         AnchorMismatchError: naming the anchor, the parameter and both shapes.
     """
     for name, shape in shapes_of(anchor.fisher).items():
+        if name in without:
+            continue
         if name not in parameters:
             raise AnchorMismatchError(
                 f"{anchor.label} does not fit the model: it holds {name} {tuple(shape)}, which the model "
                 "does not have. Start from the checkpoint that the anchor was made from, or one trained on from it"
             )
-        if parameters[name].shape != shape:
+        own = parameters[name].shape
+        grown = name in growing and own[1:] == shape[1:] and own[0] >= shape[0]
+        if own != shape and not grown:
             raise AnchorMismatchError(
                 f"{anchor.label} does not fit the model: {name} has shape {tuple(shape)} in the anchor and "
-                f"{tuple(parameters[name].shape)} in the model"
+                f"{tuple(own)} in the model. Where the new domain has classes of its own, give it --head new or expand"
             )

@@ -11,7 +11,7 @@ so any number of anchors costs one anchor's memory and time, exactly. Where F = 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -57,7 +57,14 @@ def spread_lambdas(lambdas: float | Sequence[float], anchors: int) -> list[float
     return [float(value) for value in values]
 
 
-def collapse(anchors: Sequence[Anchor], lambdas: Sequence[float], lineage: Lineage = "all") -> Quadratic:
+def collapse(
+    anchors: Sequence[Anchor],
+    lambdas: Sequence[float],
+    lineage: Lineage = "all",
+    *,
+    without: Collection[str] = (),
+    growing: Collection[str] = (),
+) -> Quadratic:
     """Collapse anchors, oldest first, into one quadratic; accumulated in float64, one parameter at a time.
 
     Anchors that were opened and not loaded are read one tensor at a time too, so that there is never more in memory
@@ -69,20 +76,22 @@ def collapse(anchors: Sequence[Anchor], lambdas: Sequence[float], lineage: Linea
         lineage: `all` pulls to each anchor's own weights (Kirkpatrick et al. 2017). `latest` moves the curvature of an
             anchor that had a part in a later one's weights to those weights: they are the optimum under its pull
             already, and pulling to its own once more counts its domain twice (Huszar, PNAS 2018).
+        without: Parameters to leave out.
+        growing: Parameters to which rows were added at the end: of those an anchor knows the first ones.
 
     Raises:
         AnchorMismatchError: if two anchors give one parameter different shapes, or have different likelihoods.
     """
     check_choice("lineage", lineage, LINEAGES)
-    check_together(anchors)
+    check_together(anchors, without, growing)
     centres = [_latest(anchors, k) if lineage == "latest" else anchor for k, anchor in enumerate(anchors)]
     stacked = [part for part in zip(anchors, centres, lambdas, strict=True) if part[2] > 0]
     curvature: dict[str, Tensor] = {}
     centre: dict[str, Tensor] = {}
     constant = math.fsum(lam * anchor.provenance.constant for anchor, _, lam in stacked)
-    for name in dict.fromkeys(name for anchor, _, _ in stacked for name in anchor.fisher):
+    for name in dict.fromkeys(n for anchor, _, _ in stacked for n in anchor.fisher if n not in without):
         holding = [part for part in stacked if name in part[0].fisher]
-        shape = shapes_of(holding[0][0].fisher)[name]
+        shape = max((shapes_of(anchor.fisher)[name] for anchor, _, _ in holding), key=torch.Size.numel)
         base = next(at for _, at, _ in reversed(stacked) if shapes_of(at.weights).get(name) == shape)
         newest = base.weights[name]
         wide = newest.dtype == torch.float64
@@ -92,11 +101,12 @@ def collapse(anchors: Sequence[Anchor], lambdas: Sequence[float], lineage: Linea
         total, pull, spread = torch.zeros_like(newest), torch.zeros_like(newest), torch.zeros_like(newest)
         for anchor, at, lam in holding:
             weighted = anchor.fisher[name].double().mul_(lam)
-            total += weighted
+            rows = slice(len(weighted) if weighted.ndim else None) if name in growing else ...
+            total[rows] += weighted
             if at is not base:
-                difference = at.weights[name].double().sub_(newest)
-                pull.addcmul_(weighted, difference)
-                spread.addcmul_(weighted, difference.square_())
+                difference = at.weights[name].double()[rows].sub_(newest[rows])
+                pull[rows].addcmul_(weighted, difference)
+                spread[rows].addcmul_(weighted, difference.square_())
         offset = torch.where(total > 0, pull / total, 0.0)
         constant += 0.5 * (spread - offset * pull).clamp(min=0).sum().item()
         curvature[name] = total if wide else total.float()
@@ -148,8 +158,8 @@ def lineage_of(anchors: Sequence[Anchor], lambdas: Sequence[float]) -> list[dict
     return [entry for index, entry in enumerate(entries) if entry not in entries[:index]]
 
 
-def check_together(anchors: Sequence[Anchor]) -> None:
-    """Check that anchors can be stacked at all; no tensor is read.
+def check_together(anchors: Sequence[Anchor], without: Collection[str] = (), growing: Collection[str] = ()) -> None:
+    """Check that anchors can be stacked at all; no tensor is read. For the others see `collapse`.
 
     Raises:
         AnchorMismatchError: naming both anchors and what differs.
@@ -164,7 +174,8 @@ def check_together(anchors: Sequence[Anchor]) -> None:
     for anchor in anchors:
         for name, shape in shapes_of(anchor.fisher).items():
             other, expected = first.setdefault(name, (anchor, shape))
-            if shape != expected:
+            alike = shape == expected or (name in growing and shape[1:] == expected[1:])
+            if not alike and name not in without:
                 raise AnchorMismatchError(
                     f"anchors of different models: {name} has shape {tuple(expected)} in "
                     f"{other.label} and {tuple(shape)} in {anchor.label}"

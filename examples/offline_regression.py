@@ -57,7 +57,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lambda", dest="strength", type=float, default=1000.0, help="of every anchor (1,000)")
+    parser.add_argument("--lambda", dest="strength", type=float, default=100.0, help="of every anchor (100)")
     parser.add_argument("--epochs", type=int, default=150, help="on each task (150)")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate (1e-3)")
     parser.add_argument("--samples", type=int, default=500, help="of each task (500)")
@@ -89,7 +89,7 @@ def learn(tasks: list[TensorDataset], lam: float, options: argparse.Namespace) -
     """Learn one task after the other, held by the anchors of those before."""
     torch.manual_seed(options.seed)
     widths = (1, 100, 100, 100, 100, 1)
-    layers = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.Tanh())]
+    layers = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
     model = nn.Sequential(*layers[:-1])
     anchors: list[ewc.Anchor] = []
     run = Run([[] for _ in tasks], [])

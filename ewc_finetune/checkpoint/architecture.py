@@ -99,6 +99,22 @@ def complete(text: str, sample_shape: tuple[int, ...], num_classes: int) -> str:
     return str(Address(address.head, options | address.options))
 
 
+def with_outputs(text: str, outputs: int) -> str:
+    """Return the architecture with another number of outputs.
+
+    Raises:
+        ArchitectureError: if it does not take a `num_classes` that says it.
+    """
+    address = parse(text)
+    known = address.head in BUILTIN or address.head.startswith("torchvision:") or "num_classes" in address.options
+    if not known:
+        raise ArchitectureError(
+            f"{text} does not say its number of outputs, so a model with {outputs} could not be built again. Give it "
+            "an argument num_classes, and name it: --arch 'package.module:Class?num_classes=N'"
+        )
+    return str(Address(address.head, {**address.options, "num_classes": str(outputs)}))
+
+
 def _find(address: Address, trusted: bool) -> Callable[..., object]:
     head = address.head
     if head in BUILTIN:

@@ -21,6 +21,12 @@ from ewc_finetune.cli.command import Command, common_options
     show_default=True,
     help="How the model's outputs become log p(y | x).",
 )
+@click.option(
+    "--head",
+    type=click.Path(dir_okay=False),
+    metavar="ANCHOR",
+    help="Take the last layer from this anchor, where MODEL was fine-tuned with a new one.",
+)
 @click.option("--batch-size", type=click.IntRange(1), default=500, show_default=True, help="Samples at once.")
 @common_options
 def evaluate(model: str, data: tuple[str, ...], arch: str | None, quiet: bool, as_json: bool, **options: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ewc_finetune.choices import LIKELIHOODS, LINEAGES, NORM_STATS, OPTIMIZERS, PENALTY_FORMS
+from ewc_finetune.choices import HEADS, LIKELIHOODS, LINEAGES, NORM_STATS, OPTIMIZERS, PENALTY_FORMS
 from ewc_finetune.cli.command import Command, common_options, only_one
 
 
@@ -50,6 +50,14 @@ from ewc_finetune.cli.command import Command, common_options, only_one
     show_default=True,
     help="Of an anchor that had a part in a newer one: pull to its own weights all the same, or to the newest it had a "
     "part in.",
+)
+@click.option(
+    "--head",
+    type=click.Choice(HEADS),
+    default="shared",
+    show_default=True,
+    help="Share the last layer with the old domains; take a new one for the new domain's classes; or expand it by "
+    "outputs for new labels.",
 )
 @click.option("--epochs", type=click.IntRange(0), default=4, show_default=True, help="Walks through the data.")
 @click.option("--lr", type=float, default=1e-4, show_default=True, help="Learning rate.")

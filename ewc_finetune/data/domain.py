@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from ewc_finetune.errors import DataError
 from ewc_finetune.inputs import Inputs, is_inputs, take
+from ewc_finetune.likelihood import Active, Likelihood
 
 # Inputs and labels; every kind of data may come without labels.
 Batch = tuple[Inputs, Tensor | None]
@@ -31,6 +32,7 @@ class Domain:
         classes: Names of the classes, where they are known.
         labels: All labels, where they are known without reading every sample.
         split: Which split the samples are, where the data has splits.
+        active: The model's outputs that count for these samples; all unless given.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Domain:
     classes: tuple[str, ...] | None = None
     labels: Tensor | None = None
     split: str | None = None
+    active: tuple[int, ...] | None = None
 
     @property
     def indexable(self) -> bool:
@@ -49,6 +52,10 @@ class Domain:
         """The number of samples, or None where it is not known before they have been read."""
         counted = self.samples.dataset if isinstance(self.samples, DataLoader) else self.samples
         return len(cast("Sized", counted)) if _is_map_style(counted) else None
+
+    def likelihood(self, likelihood: Likelihood) -> Likelihood:
+        """Return the likelihood of these samples' labels: of the active outputs, where not all are."""
+        return likelihood if self.active is None else Active(likelihood, self.active)
 
     def count_classes(self) -> int:
         """Return how many classes there are.

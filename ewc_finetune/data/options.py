@@ -28,6 +28,8 @@ class Options:
         channels: 1 for grey, 3 for colour.
         rotate: Turn images by so many degrees, counterclockwise.
         permute: Shuffle the pixels of every image alike, by this seed.
+        offset: Add so much to every label, after `classes`, where the model numbers these classes after others.
+        active: The model's outputs that count for this data, in the numbers that labels have then; all unless given.
     """
 
     split: str | None = None
@@ -37,6 +39,8 @@ class Options:
     channels: int | None = None
     rotate: float | None = None
     permute: int | None = None
+    offset: int = 0
+    active: tuple[range, ...] | None = None
 
     @property
     def changes_images(self) -> bool:
@@ -138,5 +142,7 @@ _READERS: dict[str, tuple[Callable[[str], object], str]] = {
     "size": (_size, "pixels such as 28 or 224x320 (height x width)"),
     "channels": (_channels, "1 (grey) or 3 (colour)"),
     "rotate": (_degrees, "degrees such as 30 or -12.5"),
+    "offset": (_whole, "a whole number from 0"),
+    "active": (_classes, "outputs such as 0-4 or 0,2,7-9"),
     "permute": (_whole, "a seed, a whole number from 0"),
 }

@@ -88,11 +88,19 @@ def _select(domain: Domain, options: Options) -> Domain:
         raise DataError(f"{domain.name}: nothing is left; its labels are {present or 'none: there are no samples'}")
     if len(kept) < size:
         domain = domain.subset(kept.tolist())
-    if not options.changes_images or not isinstance(domain.samples, TensorDataset):
+    if options.active is not None:
+        domain = replace(domain, active=tuple(sorted({output for part in options.active for output in part})))
+    if not isinstance(domain.samples, TensorDataset):
+        if options.offset:
+            raise UsageError(f"{domain.name}: offset is for data that is in memory, not for folders of images")
         return domain
     images, *labels = domain.samples.tensors
-    changed = torch.cat([options.apply(part) for part in torch.split(images, 4096)])
-    return Domain(domain.name, TensorDataset(changed, *labels), domain.classes, domain.labels, domain.split)
+    if options.changes_images:
+        images = torch.cat([options.apply(part) for part in torch.split(images, 4096)])
+    if options.offset and domain.labels is not None:
+        moved = domain.labels + options.offset
+        return replace(domain, samples=TensorDataset(images, moved), labels=moved, classes=None)
+    return replace(domain, samples=TensorDataset(images, *labels))
 
 
 InMemory = tuple[Tensor, Tensor, tuple[str, ...]]

@@ -123,7 +123,7 @@ def consolidate(
             "a subclass of torch.nn.Module"
         )
     domain = resolve_domain(data, "train", data_dir)
-    rule = get_likelihood(likelihood)
+    rule = domain.likelihood(get_likelihood(likelihood))
     excluded = _excluded(opened.model, exclude)
     where = choose_device(device)
     limit = samples if isinstance(samples, int) else None

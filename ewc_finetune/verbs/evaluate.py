@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ewc_finetune.anchor import Anchor
 from ewc_finetune.checkpoint.opening import open_model
 from ewc_finetune.choices import LikelihoodName
 from ewc_finetune.data.domain import Domain
@@ -17,6 +18,7 @@ from ewc_finetune.data.layout import Layout, feed
 from ewc_finetune.data.sources import resolve_domains
 from ewc_finetune.devices import choose_device, on_device, random_state_kept
 from ewc_finetune.errors import DataError, NonFiniteError, UsageError
+from ewc_finetune.heads import with_head_of
 from ewc_finetune.inputs import call
 from ewc_finetune.likelihood import Likelihood, get_likelihood
 from ewc_finetune.modes import evaluating
@@ -53,6 +55,7 @@ def evaluate(
     *,
     architecture: str | None = None,
     likelihood: LikelihoodName = "categorical",
+    head: Anchor | str | Path | None = None,
     batch_size: int = 500,
     device: str = "auto",
     data_dir: str | Path | None = None,
@@ -66,6 +69,7 @@ def evaluate(
             their test split unless they say.
         architecture: What to build for a checkpoint that doesn't carry it.
         likelihood: How outputs become log p(y | x).
+        head: An anchor whose last layer takes the place of the model's, where that was fine-tuned with a new one.
         batch_size: Samples at once.
         device: `auto`, `cpu`, `cuda` or `mps`.
         data_dir: Where downloaded data lies.
@@ -76,17 +80,21 @@ def evaluate(
     """
     progress = progress or Silent()
     opened = open_model(model, architecture)
+    if head is not None:
+        anchor = head if isinstance(head, Anchor) else Anchor.open(head)
+        opened = replace(opened, model=with_head_of(opened.model, anchor))
     where = choose_device(device)
     rule = get_likelihood(likelihood)
     if batch_size < 1:
         raise UsageError(f"batch size is {batch_size}; expected at least 1")
     domains = resolve_domains(data, "test", data_dir)
     with on_device(opened.model, where), random_state_kept(where):
-        layouts = [prepare(opened.model, d, rule, where, opened.record, progress) for d in domains]
+        layouts = [prepare(opened.model, d, d.likelihood(rule), where, opened.record, progress) for d in domains]
         scores = []
         for domain, layout in zip(domains, layouts, strict=True):
             with progress.bar(domain.name, domain.size, "sample") as bar:
-                scores.append(score(opened.model, domain, layout, rule, batch_size, where, bar))
+                own = domain.likelihood(rule)
+                scores.append(score(opened.model, domain, layout, own, batch_size, where, bar))
     return scores
 
 

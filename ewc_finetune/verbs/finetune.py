@@ -13,14 +13,16 @@ import torch
 from torch import nn
 
 from ewc_finetune.anchor import Anchor
-from ewc_finetune.checkpoint.architecture import FORMS, looks_like_architecture
+from ewc_finetune.checkpoint.architecture import FORMS, looks_like_architecture, with_outputs
 from ewc_finetune.checkpoint.opening import Opened, open_checkpoint, open_fresh, open_model
 from ewc_finetune.checkpoint.state_dict import Record, from_anchor, save_checkpoint
 from ewc_finetune.choices import (
+    HEADS,
     LINEAGES,
     NORM_STATS,
     OPTIMIZERS,
     PENALTY_FORMS,
+    Head,
     LikelihoodName,
     Lineage,
     NormStats,
@@ -35,6 +37,7 @@ from ewc_finetune.devices import choose_device, on_device, random_state_kept
 from ewc_finetune.errors import CheckpointError, StorageError, UsageError
 from ewc_finetune.figures import draw_run
 from ewc_finetune.files import beside, check_output
+from ewc_finetune.heads import find_head, replace_head
 from ewc_finetune.likelihood import Likelihood, get_likelihood
 from ewc_finetune.modes import normalisation_layers
 from ewc_finetune.penalty import Penalty
@@ -85,6 +88,7 @@ def finetune(
     lambdas: float | Sequence[float] = DEFAULT_LAMBDA,
     penalty_form: PenaltyForm = "gradient",
     lineage: Lineage = "all",
+    head: Head = "shared",
     architecture: str | None = None,
     epochs: int = 4,
     lr: float = 1e-4,
@@ -116,6 +120,9 @@ def finetune(
             the penalty after each of the optimizer's, which is stable at any lambda.
         lineage: What an anchor pulls to that had a part in a later one: `all` to its own weights, `latest` to the later
             one's, so that it doesn't count twice.
+        head: Whose the outputs are: `shared` by all domains; `new` replaces the last layer by a fresh one for the new
+            domain's classes (the old one stays in the anchor, see `evaluate`); `expand` adds outputs for labels that
+            the model has none for, and holds the old ones.
         architecture: What to build for a checkpoint that doesn't carry it.
         epochs: Walks through the data; 0 only evaluates and writes.
         lr: Learning rate.
@@ -143,10 +150,14 @@ def finetune(
     progress = progress or Silent()
     _check_numbers(epochs=epochs, lr=lr, batch_size=batch_size, momentum=momentum, log_every=log_every)
     given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
-    check_choice("optimizer", optimizer, OPTIMIZERS)
-    check_choice("penalty form", penalty_form, PENALTY_FORMS)
-    check_choice("lineage", lineage, LINEAGES)
-    check_choice("norm stats", norm_stats or "frozen", NORM_STATS)
+    for option, value, choices in (
+        ("optimizer", optimizer, OPTIMIZERS),
+        ("penalty form", penalty_form, PENALTY_FORMS),
+        ("lineage", lineage, LINEAGES),
+        ("head", head, HEADS),
+        ("norm stats", norm_stats or "frozen", NORM_STATS),
+    ):
+        check_choice(option, value, choices)
     # Without anchors a lambda does nothing, but a wrong one is still an error.
     strengths = spread_lambdas(lambdas, len(given) or 1)[: len(given)]
     output = None if output is None else Path(output)
@@ -157,27 +168,30 @@ def finetune(
         progress.note(remark)
     domain = resolve_domain(data, "train", data_dir)
     start, fresh = _start(model, architecture, stacked, domain, seed)
+    start, changed = _with_head(start, head, domain, seed, output is not None)
     policy: NormStats = norm_stats or ("update" if fresh else "frozen")
     schedule = Schedule(epochs, lr, batch_size, optimizer, momentum, policy, log_every)
     rule = get_likelihood(_likelihood(likelihood, stacked))
-    known = start.record
-    if stacked and not known.input:
-        # A module that was passed in knows nothing of its data, but its anchors do.
-        known = replace(known, input=stacked[-1].provenance.input, classes=stacked[-1].provenance.classes)
+    known = _known(start.record, stacked, head)
     where = choose_device(device)
     with on_device(start.model, where), random_state_kept(where, seed):
-        layout = prepare(start.model, domain, rule, where, known, progress)
+        layout = prepare(start.model, domain, domain.likelihood(rule), where, known, progress)
         watched = [
-            (watch, prepare(start.model, watch, rule, where, known, Silent()))
+            (watch, prepare(start.model, watch, watch.likelihood(rule), where, known, Silent()))
             for watch in _watched(eval_on, data, domain, stacked, data_dir, progress)
         ]
-        penalty = Penalty(start.model, stacked, strengths, penalty_form, lineage) if stacked else None
+        without, growing = (changed if head == kind else () for kind in ("new", "expand"))
+        penalty = (
+            Penalty(start.model, stacked, strengths, penalty_form, lineage, without=without, growing=growing)
+            if stacked
+            else None
+        )
         _say(progress, start, stacked, strengths, penalty, policy, fresh)
         _warn_of_overshooting(progress, penalty, schedule)
         record = Record(
             architecture=known.architecture,
             input=layout.to_json(),
-            classes=known.classes or (None if domain.classes is None else list(domain.classes)),
+            classes=_classes(known, domain, head),
             lineage=known.lineage + [e for e in lineage_of(stacked, strengths) if e not in known.lineage],
             frozen=known.frozen,
         )
@@ -187,6 +201,7 @@ def finetune(
             options |= {
                 "penalty_form": penalty_form,
                 "lineage": lineage,
+                "head": head,
                 "seed": seed,
                 "device": str(where),
                 "output": str(output),
@@ -203,7 +218,8 @@ def finetune(
                 progress.bar(f"fine-tuning on {domain.name}", batches and batches * epochs, "step") as bar,
             ):
                 shuffle = torch.Generator().manual_seed(seed)
-                steps = train(start.model, domain, layout, rule, penalty, schedule, shuffle, bar, journal)
+                own = domain.likelihood(rule)
+                steps = train(start.model, domain, layout, own, penalty, schedule, shuffle, bar, journal)
             start.model.zero_grad(set_to_none=True)
             start.model.eval()
             if journal.dtypes:
@@ -272,6 +288,40 @@ def _start(
     if architecture is not None:
         raise UsageError(f"--model {model} is an architecture already; --arch says what a checkpoint file holds")
     return open_fresh(str(model), _sample_shape(domain), domain.count_classes(), seed), True
+
+
+def _with_head(start: Opened, head: Head, domain: Domain, seed: int, written: bool) -> tuple[Opened, tuple[str, ...]]:
+    """Give the model the head that is asked for; also return the names of the head's parameters."""
+    if head == "shared":
+        return start, ()
+    name, layer = find_head(start.model)
+    outputs = domain.count_classes() if head == "new" else layer.out_features
+    if head == "expand" and domain.labels is not None and len(domain.labels):
+        outputs = max(outputs, int(domain.labels.max()) + 1)
+    text = start.record.architecture
+    if text is not None and written:
+        text = with_outputs(text, outputs)
+    with random_state_kept(torch.device("cpu"), seed):
+        replace_head(start.model, outputs, keep=head == "expand")
+    names = tuple(f"{name}.{parameter}" for parameter, _ in start.model.get_submodule(name).named_parameters())
+    return replace(start, record=replace(start.record, architecture=text)), names
+
+
+def _known(record: Record, anchors: Sequence[Anchor], head: Head) -> Record:
+    """Return what is known of the model: one that was passed in knows nothing of its data, but its anchors do."""
+    if anchors and not record.input:
+        origin = anchors[-1].provenance
+        record = replace(record, input=origin.input, classes=origin.classes)
+    # The names of the classes are those of the head that was.
+    return record if head == "shared" else replace(record, classes=None)
+
+
+def _classes(record: Record, domain: Domain, head: Head) -> list[str] | None:
+    """Return the names of the outputs, where all of them are known."""
+    if head == "expand":
+        return None
+    known = None if domain.classes is None else list(domain.classes)
+    return known if head == "new" else record.classes or known
 
 
 def _sample_shape(domain: Domain) -> tuple[int, ...]:

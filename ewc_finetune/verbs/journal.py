@@ -63,7 +63,7 @@ class Journal:
     def score(self, epoch: int, step: int) -> list[Score]:
         """Score every watched domain, now."""
         self.scores = [
-            score(self.model, watch, layout, self.likelihood, self.batch_size, self.device)
+            score(self.model, watch, layout, watch.likelihood(self.likelihood), self.batch_size, self.device)
             for watch, layout in self.watched
         ]
         self.log({"step": step, "epoch": epoch, "scores": {s.domain: asdict(s) for s in self.scores}})

@@ -1,0 +1,200 @@
+"""Domains with classes of their own: a new head, an expanded one, and outputs that do not count."""
+
+import json
+
+import pytest
+import torch
+from conftest import Small, trained
+from test_penalty import make_anchor
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import ewc_finetune as ewc
+from ewc_finetune import Anchor, Penalty
+from ewc_finetune.curvature.diagonal import diagonal_fisher
+from ewc_finetune.errors import AnchorMismatchError, ArchitectureError, DataError, UsageError
+from ewc_finetune.heads import find_head, replace_head, with_head_of
+from ewc_finetune.likelihood import Active, Categorical, get_likelihood
+from ewc_finetune.stack import collapse
+
+ARCHITECTURE = "mlp?in_features=4&hidden=8&num_classes=3&batch_norm=false"
+
+
+def data(classes, offset=0, shift=0.0, n=90):
+    generator = torch.Generator().manual_seed(classes + offset)
+    labels = torch.arange(n) % classes
+    inputs = torch.randn(n, 4, generator=generator) + 3 * nn.functional.one_hot(labels, 4) + shift
+    return TensorDataset(inputs, labels + offset)
+
+
+@pytest.fixture
+def anchored(tmp_path):
+    """An anchor file of a model with three outputs."""
+    ewc.finetune(ARCHITECTURE, data(3), epochs=20, lr=0.01, batch_size=30, output=tmp_path / "m.pt", eval_on=[])
+    return ewc.consolidate(tmp_path / "m.pt", data(3), output=tmp_path / "a.safetensors").path
+
+
+def test_a_new_head_leaves_the_old_one_in_the_anchor(anchored, tmp_path):
+    done = ewc.finetune(
+        None,
+        data(2, shift=1.0),
+        anchors=anchored,
+        lambdas=1e3,
+        head="new",
+        epochs=40,
+        lr=0.02,
+        output=tmp_path / "n.pt",
+    )
+    assert done.model.head.out_features == 2
+    (new,) = ewc.evaluate(tmp_path / "n.pt", data(2, shift=1.0))
+    (old,) = ewc.evaluate(tmp_path / "n.pt", data(3), head=anchored)
+    (before,) = ewc.evaluate(anchored, data(3))
+    assert new.accuracy > 0.9
+    assert old.accuracy > before.accuracy - 0.05
+    assert before.accuracy > 0.9
+    with pytest.raises(DataError, match="labels are not among the model's 2 classes"):
+        ewc.evaluate(tmp_path / "n.pt", data(3))
+
+
+def test_an_expanded_head_holds_the_old_outputs(anchored, tmp_path):
+    """Training nothing else, the old rows are pulled and the new ones are free."""
+    done = ewc.finetune(
+        None, data(2, offset=3), anchors=anchored, lambdas=100.0, head="expand", epochs=2, output=tmp_path / "e.pt"
+    )
+    assert done.model.head.out_features == 5
+    assert torch.load(tmp_path / "e.pt", weights_only=True)["head.weight"].shape == (5, 8)
+    anchor = Anchor.load(anchored)
+    model = done.model
+    penalty = Penalty(model, anchor, 2.0, growing=["head.weight", "head.bias"])
+    penalty.add_gradient()
+    pull = 2.0 * anchor.fisher["head.weight"] * (model.head.weight.detach()[:3] - anchor.weights["head.weight"])
+    torch.testing.assert_close(model.head.weight.grad[:3], pull)
+    assert not model.head.weight.grad[3:].any()
+    # The next anchor knows five rows; both stack, the older one holding its three.
+    ewc.consolidate(tmp_path / "e.pt", data(2, offset=3), output=tmp_path / "b.safetensors")
+    both = ewc.finetune(
+        None, data(1, offset=5), anchors=[anchored, tmp_path / "b.safetensors"], head="expand", epochs=1
+    )
+    assert both.model.head.out_features == 6
+    with pytest.raises(AnchorMismatchError, match=r"head.bias has shape \(3,\) in the anchor and \(5,\)"):
+        ewc.finetune(None, data(3), anchors=[anchored, tmp_path / "b.safetensors"])
+
+
+def test_no_new_labels_add_no_outputs(anchored):
+    done = ewc.finetune(None, data(3), anchors=anchored, head="expand", epochs=0)
+    assert done.model.head.out_features == 3
+
+
+def test_the_rows_that_anchors_know_by_hand():
+    """A stack of a short and a long anchor is the sum of both penalties, on the rows that each knows."""
+    short, long = (trained(nn.Linear(3, rows), torch.float32, seed=rows) for rows in (2, 4))
+    model = trained(nn.Linear(3, 5), torch.float32)
+    anchors, names = [make_anchor(short, 0), make_anchor(long, 1)], ["weight", "bias"]
+    for order in (anchors, anchors[::-1]):
+        penalty = Penalty(model, order, [2.0, 2.0], growing=names)
+        expected = 0.0
+        for anchor in order:
+            for name, p in model.named_parameters():
+                f = anchor.fisher[name].double()
+                expected += (f * (p[: len(f)].double() - anchor.weights[name].double()) ** 2).sum().item()
+        assert penalty.value() == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(AnchorMismatchError, match="give it --head new or expand"):
+        Penalty(model, anchors[0], 1.0)
+    free = Penalty(model, anchors[0], 1.0, without=names)
+    assert free.free == ("weight", "bias")
+    assert collapse(anchors, [1.0, 1.0], without=names).curvature == {}
+
+
+def test_heads_are_found_and_replaced():
+    model = Small()
+    name, head = find_head(model)
+    assert name == "last"
+    torch.manual_seed(0)
+    replace_head(model, 7, keep=True)
+    assert torch.equal(model.last.weight[:3], head.weight)
+    assert model(torch.zeros(2, 4)).shape == (2, 7)
+    with pytest.raises(ArchitectureError, match="has 7 outputs; it cannot expand to 2"):
+        replace_head(model, 2, keep=True)
+    with pytest.raises(ArchitectureError, match="no linear layer to take for its head"):
+        find_head(nn.Conv2d(1, 1, 1))
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(5, 4)
+            self.out = nn.Linear(4, 5, bias=False)
+            self.out.weight = self.embed.weight
+
+    with pytest.raises(ArchitectureError, match="the head out shares its weight with embed"):
+        find_head(Tied())
+    with pytest.raises(AnchorMismatchError, match="the model's head is last .* has no such layer"):
+        with_head_of(Small(), make_anchor(nn.Linear(2, 2), 0))
+
+
+def test_architectures_that_cannot_say_their_outputs(anchored, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\nclass Net(nn.Sequential):\n"
+        "    def __init__(self):\n        super().__init__(nn.Flatten(), nn.Linear(4, 3))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArchitectureError, match="mine:Net does not say its number of outputs"):
+        ewc.finetune("mine:Net", data(2), head="new", epochs=1, output=tmp_path / "x.pt")
+    assert ewc.finetune("mine:Net", data(2), head="new", epochs=1).model[1].out_features == 2
+
+
+@pytest.mark.parametrize("estimator", ["exact", "predicted", "empirical"])
+def test_the_fisher_of_active_outputs_is_that_of_a_model_without_the_others(estimator):
+    model = trained(Small())
+    inputs, active = torch.randn(12, 4, dtype=torch.float64), [0, 2]
+    targets = torch.tensor(active)[torch.arange(12) % 2]
+    found = diagonal_fisher(model, [(inputs, targets)], Active(Categorical(), active), estimator)
+
+    class Cut(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return self.model(x)[:, active]
+
+    expected = diagonal_fisher(Cut(), [(inputs, targets // 2)], Categorical(), estimator)
+    for name, value in found.values.items():
+        torch.testing.assert_close(value, expected.values[f"model.{name}"], rtol=1e-10, atol=1e-15)
+    assert found.scores == pytest.approx(expected.scores)
+
+
+def test_sampled_labels_are_active_ones():
+    likelihood = Active(Categorical(), [1, 4])
+    drawn = likelihood.sample(torch.randn(100, 6), torch.Generator().manual_seed(0))
+    assert set(drawn.tolist()) == {1, 4}
+
+
+def test_active_outputs_that_are_not_there(anchored):
+    with pytest.raises(UsageError, match="the gaussian likelihood has none"):
+        Active(get_likelihood("gaussian"), [0])
+    with pytest.raises(DataError, match="output 9 is to be active, and the model has 3 outputs"):
+        Active(Categorical(), [0, 9]).check_outputs(torch.zeros(2, 3), "here")
+    with pytest.raises(DataError, match="here: 1 of 2 labels are not among the active outputs: found 2"):
+        Active(Categorical(), [0, 1]).check_targets(torch.tensor([0, 2]), (3,), "here")
+
+
+def test_from_the_command_line(ewc_ft):
+    """Five digits first, then the other five: all outputs, or the new ones alone."""
+    ewc_ft("finetune", "--model", "mlp?hidden=32", "--data", "digits?classes=0-4", "--epochs", 10, "--lr", 0.01,
+           "--output", "m.pt", "--eval", "digits?classes=0-4&active=0-4")  # fmt: skip
+    ewc_ft("consolidate", "m.pt", "--data", "digits?classes=0-4&active=0-4")
+    ewc_ft("finetune", "--anchors", "m.anchor.safetensors", "--data", "digits?classes=5-9&active=5-9", "--lambda", 1e4,
+           "--epochs", 10, "--lr", 0.01, "--output", "n.pt")  # fmt: skip
+    result = ewc_ft("evaluate", "n.pt", "--json", "--data", "digits?classes=0-4&active=0-4",
+                    "--data", "digits?classes=5-9&active=5-9")  # fmt: skip
+    old, new = (score["accuracy"] for score in json.loads(result.stdout)["scores"])
+    assert old > 0.9
+    assert new > 0.7
+    ewc_ft("finetune", "--anchors", "m.anchor.safetensors", "--data", "digits?offset=10&limit=300", "--head", "expand",
+           "--epochs", 1, "--output", "x.pt")  # fmt: skip
+    assert torch.load("x.pt", weights_only=True)["head.weight"].shape[0] == 20
+    ewc_ft("finetune", "--anchors", "m.anchor.safetensors", "--data", "digits?limit=300&classes=0-2", "--head", "new",
+           "--epochs", 1, "--output", "y.pt")  # fmt: skip
+    ewc_ft("evaluate", "y.pt", "--data", "digits?classes=0-4", "--head", "m.anchor.safetensors")
+    result = ewc_ft("evaluate", "n.pt", "--data", "digits?active=5-9", expect=1)
+    assert "labels are not among the active outputs: found 0, 1, 2, 3, 4" in result.stderr
