@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -53,6 +54,13 @@ class Anchor:
     def label(self) -> str:
         """The name for messages: the file if there is one."""
         return str(self.path) if self.path else f"anchor {self.provenance.name!r}"
+
+    def without(self, names: Collection[str]) -> Anchor:
+        """Return the anchor with these parameters left free."""
+        fisher = self.fisher
+        if isinstance(fisher, TensorFile):
+            return replace(self, fisher=fisher.without(names))
+        return replace(self, fisher={name: value for name, value in fisher.items() if name not in names})
 
     def save(self, path: str | Path) -> Anchor:
         """Write the anchor as one safetensors file and return it with `path` and `digest` set.
@@ -168,10 +176,15 @@ def _check_shapes(anchor: Anchor) -> None:
 
 def _check_not_zero(anchor: Anchor) -> None:
     if not any(fisher.any() for fisher in anchor.fisher.values()):
-        raise AnchorError(
-            f"{anchor.label}: the Fisher is zero everywhere, so the anchor would hold nothing. Either every parameter "
-            "was excluded, or the model's outputs do not depend on its weights (saturated, or all units dead)"
-        )
+        refuse_zero(anchor)
+
+
+def refuse_zero(anchor: Anchor) -> NoReturn:
+    """Raise the AnchorError of an anchor that would hold nothing."""
+    raise AnchorError(
+        f"{anchor.label}: the Fisher is zero everywhere, so the anchor would hold nothing. Either every parameter "
+        "was excluded, or the model's outputs do not depend on its weights (saturated, or all units dead)"
+    )
 
 
 def check_fisher(name: str, fisher: Tensor, where: str) -> None:

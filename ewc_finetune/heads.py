@@ -31,20 +31,26 @@ def find_head(model: nn.Module) -> tuple[str, nn.Linear]:
     return name, head
 
 
-def replace_head(model: nn.Module, outputs: int, keep: bool) -> str:
-    """Put a linear layer with so many outputs in the place of the model's head, and return its name.
+def replace_head(model: nn.Module, outputs: int, keep: bool) -> tuple[str, nn.Linear]:
+    """Put a linear layer with so many outputs in the place of the model's head.
 
     Args:
         model: Changed in place.
         outputs: Of the new layer, which is initialised as torch does, from torch's random state.
         keep: Whether its first outputs are the old layer's, with their weights.
 
+    Returns:
+        The head's name, and the layer that was there.
+
     Raises:
-        ArchitectureError: see `find_head`; or if there would be fewer outputs than are to be kept.
+        ArchitectureError: see `find_head`; or if there would be fewer outputs than are to be kept, or those to be kept
+            are frozen, which new outputs of the same tensor could not be.
     """
     name, old = find_head(model)
     if keep and outputs < old.out_features:
         raise ArchitectureError(f"the head {name} has {old.out_features} outputs; it cannot expand to {outputs}")
+    if keep and not all(parameter.requires_grad for parameter in old.parameters()):
+        raise ArchitectureError(f"the head {name} is frozen, and new outputs would be too; use a new head")
     new = nn.Linear(old.in_features, outputs, old.bias is not None, old.weight.device, old.weight.dtype)
     new.train(old.training)
     if keep:
@@ -52,7 +58,7 @@ def replace_head(model: nn.Module, outputs: int, keep: bool) -> str:
             for own, kept in zip(new.parameters(), old.parameters(), strict=True):
                 own[: len(kept)] = kept
     model.set_submodule(name, new)
-    return name
+    return name, old
 
 
 def with_head_of(model: nn.Module, anchor: Anchor) -> nn.Module:
@@ -62,15 +68,18 @@ def with_head_of(model: nn.Module, anchor: Anchor) -> nn.Module:
         AnchorMismatchError: if the anchor has no such layer, or one for other inputs.
     """
     name, head = find_head(model)
-    weight = anchor.weights.get(f"{name}.weight")
-    if weight is None or weight.shape[1:] != head.weight.shape[1:]:
+    weight, bias = (anchor.weights.get(f"{name}.{part}") for part in ("weight", "bias"))
+    if weight is None or weight.ndim != 2 or weight.shape[1] != head.in_features:
         found = "no such layer" if weight is None else f"one of shape {tuple(weight.shape)}"
         raise AnchorMismatchError(
             f"the model's head is {name} {tuple(head.weight.shape)}, and {anchor.label} has {found}. Name the anchor "
             "that the model was fine-tuned under"
         )
     changed = copy.deepcopy(model)
-    replace_head(changed, len(weight), keep=False)
-    for parameter_name, parameter in changed.get_submodule(name).named_parameters():
-        parameter.data = anchor.weights[f"{name}.{parameter_name}"].to(parameter)
+    layer = nn.Linear(head.in_features, len(weight), bias is not None, head.weight.device, head.weight.dtype)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        if bias is not None:
+            layer.bias.copy_(bias)
+    changed.set_submodule(name, layer.train(head.training))
     return changed

@@ -52,8 +52,7 @@ class Penalty:
             with gradients. `proximal` leaves the gradient alone and moves the parameters after the optimizer's step,
             by the exact implicit step of the penalty: stable at any lambda, and decoupled from the optimizer as
             AdamW decouples weight decay.
-        lineage: See `collapse`, as for the next two.
-        without: Parameters to leave free.
+        lineage: See `collapse`.
         growing: Parameters that may have more rows than the anchors know, which hold the first ones then.
 
     Attributes:
@@ -72,7 +71,6 @@ class Penalty:
         form: PenaltyForm = "gradient",
         lineage: Lineage = "all",
         *,
-        without: Collection[str] = (),
         growing: Collection[str] = (),
     ) -> None:
         check_choice("penalty form", form, PENALTY_FORMS)
@@ -81,14 +79,14 @@ class Penalty:
         strengths = spread_lambdas(lambdas, len(stacked))
         parameters = dict(model.named_parameters())
         for anchor in stacked:
-            check_fit(parameters, anchor, without, growing)
-        quadratic = collapse(stacked, strengths, lineage, without=without, growing=growing)
+            check_fit(parameters, anchor, growing)
+        quadratic = collapse(stacked, strengths, lineage, growing=growing)
         self.form = form
-        self._constant = quadratic.constant
+        self._constant = math.fsum(quadratic.constant.values())
         self._held = {
             name: _Held(p, quadratic.curvature[name], quadratic.centre[name])
             for name, p in parameters.items()
-            if p.requires_grad and name in quadratic.curvature
+            if name in quadratic.curvature
         }
         self.free = tuple(name for name, p in parameters.items() if p.requires_grad and name not in self._held)
 
@@ -102,20 +100,42 @@ class Penalty:
             A handle whose `remove()` ends it.
 
         Raises:
-            UsageError: if the optimizer has none of the parameters, or calls the model itself (LBFGS).
+            UsageError: if the optimizer has none of the parameters, or takes many steps in one (LBFGS) in the proximal
+                form.
         """
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise UsageError("LBFGS computes gradients within its step: call add_gradient() in the closure instead")
+        if isinstance(optimizer, torch.optim.LBFGS) and self.form == "proximal":
+            raise UsageError("LBFGS takes many steps in one, without the penalty: use the gradient form")
         if not self._of(optimizer) and self._held:
             raise UsageError("the optimizer has none of the parameters that the penalty holds")
 
-        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        def add() -> None:
             # A fused optimizer unscales by itself, after this.
             scale = getattr(optimizer, "grad_scale", None)
-            _add([held for held, _ in self._of(optimizer)], 1.0 if scale is None else scale)
+            _add(self._of(optimizer), 1.0 if scale is None else scale)
 
-        def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            _move(self._of(optimizer))
+        def before(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+            closures = [value for value in (*args[1:], *kwargs.values()) if callable(value)]
+            if not closures:
+                add()
+                return None
+            # The gradients are not there before the closure has been called.
+            (closure,) = closures
+
+            def with_penalty() -> Any:
+                loss = closure()
+                add()
+                return loss
+
+            def replaced(value: Any) -> Any:
+                return with_penalty if value is closure else value
+
+            return (args[0], *map(replaced, args[1:])), {key: replaced(value) for key, value in kwargs.items()}
+
+        def after(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            overflowed = getattr(optimizer, "found_inf", None)
+            if overflowed is None or not overflowed:
+                rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+                _move([(held, rates[id(held.parameter)]) for held in self._of(optimizer)])
 
         if self.form == "gradient":
             return optimizer.register_step_pre_hook(before)
@@ -149,14 +169,18 @@ class Penalty:
         Gradient descent on the penalty alone overshoots further with every step once its learning rate times this
         passes 2 (with momentum m, 2 (1 + m)).
         """
-        peaks = {name: held.curvature.max().item() for name, held in self._held.items() if held.curvature.numel()}
+        peaks = {
+            name: held.curvature.max().item()
+            for name, held in self._held.items()
+            if held.curvature.numel() and held.parameter.requires_grad
+        }
         name = max(peaks, key=peaks.__getitem__, default="")
         return name, peaks.get(name, 0.0)
 
-    def _of(self, optimizer: torch.optim.Optimizer) -> list[tuple[_Held, float]]:
-        """Return what is held of the parameters of an optimizer, with their learning rates."""
-        rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
-        return [(held, rates[id(held.parameter)]) for held in self._held.values() if id(held.parameter) in rates]
+    def _of(self, optimizer: torch.optim.Optimizer) -> list[_Held]:
+        """Return what is held of the parameters of an optimizer."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return [held for held in self._held.values() if id(held.parameter) in own]
 
 
 class _Held:
@@ -210,7 +234,8 @@ class _Held:
 
 @torch.no_grad()
 def _add(every: Sequence[_Held], scale: float | Tensor) -> None:
-    pieces = ((*piece, g) for held in every for piece, g in zip(held.pieces(), held.gradients(), strict=True))
+    trained = (held for held in every if held.parameter.requires_grad)
+    pieces = ((*piece, g) for held in trained for piece, g in zip(held.pieces(), held.gradients(), strict=True))
     for thetas, curvatures, centres, gradients in _together(pieces):
         pull = torch._foreach_sub(_as(thetas, centres), centres)
         torch._foreach_mul_(pull, curvatures)
@@ -221,7 +246,8 @@ def _add(every: Sequence[_Held], scale: float | Tensor) -> None:
 
 @torch.no_grad()
 def _move(every: Sequence[tuple[_Held, float]]) -> None:
-    pieces = ((*piece, lr) for held, lr in every for piece in held.pieces())
+    trained = ((held, lr) for held, lr in every if held.parameter.requires_grad)
+    pieces = ((*piece, lr) for held, lr in trained for piece in held.pieces())
     for thetas, curvatures, centres, rates in _together(pieces):
         share = torch._foreach_mul(curvatures, rates)
         torch._foreach_div_(share, torch._foreach_add(share, 1.0))
@@ -262,7 +288,6 @@ def _piece(device: torch.device) -> int:
 def check_fit(
     parameters: Mapping[str, nn.Parameter],
     anchor: Anchor,
-    without: Collection[str] = (),
     growing: Collection[str] = (),
 ) -> None:
     """Check that the model has every parameter that the anchor holds, in the same shape.
@@ -271,8 +296,6 @@ def check_fit(
         AnchorMismatchError: naming the anchor, the parameter and both shapes.
     """
     for name, shape in shapes_of(anchor.fisher).items():
-        if name in without:
-            continue
         if name not in parameters:
             raise AnchorMismatchError(
                 f"{anchor.label} does not fit the model: it holds {name} {tuple(shape)}, which the model "

@@ -31,10 +31,13 @@ class Provenance:
         standard_error: Of the Fisher's `trace` and of each of `layers`' part, relative; None where it is not known.
         batch_size: Matters to the `batched` estimator alone.
         seed: Of the random subset and of the `sampled` labels.
-        curvature: `diagonal` (Fisher), or `identity` (ones: plain L2); what was merged is `diagonal`.
-        constant: What the quadratic is at its centre; zero unless it was merged.
-        merged: Of a merged anchor: `form` (`offline` or `online`), `gamma`, `lineage` (which weights it pulls to) and
-            `parents`, each with `sha256`, `lambda` and its own `provenance`. None otherwise.
+        curvature: `diagonal` (Fisher), or `identity` (ones: plain L2); what was merged of both is `diagonal`.
+        constant: What the quadratic is at its centre, by parameter; empty unless it was merged.
+        merged: Of a merged anchor: `form` (`offline` or `online`), `gamma`, `lineage` (which weights it pulls to),
+            `parents`, each with `sha256`, `lambda` and its own `provenance`, and `through`, the digests of merged
+            anchors whose parents are among these. None otherwise.
+        head: Of a model that was given a new last layer: its `parameters`, and an `id` that is this layer's alone. None
+            for the layer that the model was first trained with.
         importance: Of each `layer`: `parameters`, `share` of the trace, `mean` and `max` of the diagonal.
         reduction: `mean`: over samples; N times it is the posterior precision.
         half: Whether the penalty is lambda/2 times the quadratic (always true in version 1).
@@ -59,8 +62,9 @@ class Provenance:
     batch_size: int | None = None
     seed: int = 0
     curvature: str = "diagonal"
-    constant: float = 0.0
+    constant: dict[str, float] = field(default_factory=dict)
     merged: dict[str, Any] | None = None
+    head: dict[str, Any] | None = None
     importance: list[dict[str, Any]] = field(default_factory=list)
     reduction: str = "mean"
     half: bool = True
@@ -123,7 +127,18 @@ def _is_merged(value: Any) -> bool:
         and _is_text_or_none(parent.get("sha256"))
         and _is_number(parent.get("lambda"))
         and isinstance(parent.get("provenance"), dict)
+        and _is_lineage(parent["provenance"].get("lineage", []))
         for parent in parents
+    )
+
+
+def is_head(value: Any) -> bool:
+    """Whether a value is what is known of a new last layer, or None."""
+    return value is None or (
+        isinstance(value, dict)
+        and isinstance(value.get("id"), str)
+        and isinstance(value.get("parameters"), list)
+        and all(map(_is_text, value["parameters"]))
     )
 
 
@@ -167,7 +182,8 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "batch_size": (lambda v: v is None or _is_count(v), "a number of samples"),
     "seed": (lambda v: isinstance(v, int), "a number"),
     "curvature": (lambda v: v in CURVATURES, f"one of {', '.join(CURVATURES)}, which this version reads"),
-    "constant": (_is_number, "a finite number"),
+    "constant": (_is_dict_of(_is_number), "an object of numbers"),
+    "head": (is_head, "an object with parameters and an id"),
     "merged": (lambda v: v is None or _is_merged(v), "an object with parents, each with sha256, lambda, provenance"),
     "importance": (_is_importance, "a list of layers, each with parameters, share, mean and max"),
     "reduction": (lambda v: v == "mean", "'mean', the only one of format version 1"),

@@ -11,7 +11,7 @@ so any number of anchors costs one anchor's memory and time, exactly. Where F = 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ewc_finetune.anchor import Anchor
+from ewc_finetune.anchor import Anchor, refuse_zero
 from ewc_finetune.choices import LINEAGES, Lineage, check_choice
 from ewc_finetune.errors import AnchorMismatchError, UsageError
-from ewc_finetune.tensor_file import shapes_of
+from ewc_finetune.tensor_file import TensorFile, shapes_of
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Quadratic:
     Attributes:
         curvature: Sum of lambda_k F_k by parameter name; float32, or float64 for float64 weights.
         centre: The minimum, by parameter name, likewise.
-        constant: What the quadratic is at its centre: how much the anchors disagree.
+        constant: What the quadratic is at its centre, by parameter name: how much the anchors disagree.
     """
 
     curvature: dict[str, Tensor]
     centre: dict[str, Tensor]
-    constant: float
+    constant: dict[str, float]
 
 
 def spread_lambdas(lambdas: float | Sequence[float], anchors: int) -> list[float]:
@@ -46,7 +46,7 @@ def spread_lambdas(lambdas: float | Sequence[float], anchors: int) -> list[float
     Raises:
         UsageError: if one is negative or not a finite number, or they are neither one nor one for each anchor.
     """
-    values = [lambdas] if isinstance(lambdas, (int, float)) else list(lambdas)
+    values = [float(value) for value in (lambdas if isinstance(lambdas, Iterable) else [lambdas])]
     for value in values:
         if not math.isfinite(value) or value < 0:
             raise UsageError(f"lambda is {value}; expected a finite number, 0 or above")
@@ -54,7 +54,7 @@ def spread_lambdas(lambdas: float | Sequence[float], anchors: int) -> list[float
         values *= anchors
     if len(values) != anchors:
         raise UsageError(f"{len(values)} lambdas for {anchors} anchors; give one for all, or one for each anchor")
-    return [float(value) for value in values]
+    return values
 
 
 def collapse(
@@ -62,7 +62,6 @@ def collapse(
     lambdas: Sequence[float],
     lineage: Lineage = "all",
     *,
-    without: Collection[str] = (),
     growing: Collection[str] = (),
 ) -> Quadratic:
     """Collapse anchors, oldest first, into one quadratic; accumulated in float64, one parameter at a time.
@@ -76,20 +75,26 @@ def collapse(
         lineage: `all` pulls to each anchor's own weights (Kirkpatrick et al. 2017). `latest` moves the curvature of an
             anchor that had a part in a later one's weights to those weights: they are the optimum under its pull
             already, and pulling to its own once more counts its domain twice (Huszar, PNAS 2018).
-        without: Parameters to leave out.
         growing: Parameters to which rows were added at the end: of those an anchor knows the first ones.
 
     Raises:
         AnchorMismatchError: if two anchors give one parameter different shapes, or have different likelihoods.
+        AnchorError: if the Fisher of a file is zero everywhere.
+        UsageError: for `latest` with anchors that were never saved: lineages know anchors by their files' digests.
     """
     check_choice("lineage", lineage, LINEAGES)
-    check_together(anchors, without, growing)
+    if lineage == "latest" and len(anchors) > 1 and any(anchor.digest is None for anchor in anchors):
+        raise UsageError("lineage latest needs anchors that are saved: their digests tell who had a part in whom")
+    anchors = of_one_head(anchors, anchors[-1].provenance.head) if anchors else []
+    check_together(anchors, growing)
     centres = [_latest(anchors, k) if lineage == "latest" else anchor for k, anchor in enumerate(anchors)]
     stacked = [part for part in zip(anchors, centres, lambdas, strict=True) if part[2] > 0]
-    curvature: dict[str, Tensor] = {}
-    centre: dict[str, Tensor] = {}
-    constant = math.fsum(lam * anchor.provenance.constant for anchor, _, lam in stacked)
-    for name in dict.fromkeys(n for anchor, _, _ in stacked for n in anchor.fisher if n not in without):
+    # Of those that are read here for the first time it is not known yet that they hold anything.
+    useless = {
+        id(anchor): anchor for anchor, _, _ in stacked if isinstance(anchor.fisher, TensorFile) and anchor.fisher
+    }
+    found = Quadratic({}, {}, {})
+    for name in dict.fromkeys(name for anchor, _, _ in stacked for name in anchor.fisher):
         holding = [part for part in stacked if name in part[0].fisher]
         shape = max((shapes_of(anchor.fisher)[name] for anchor, _, _ in holding), key=torch.Size.numel)
         base = next(at for _, at, _ in reversed(stacked) if shapes_of(at.weights).get(name) == shape)
@@ -99,34 +104,56 @@ def collapse(
         # Around the newest weights, so that one anchor alone keeps its weights to the bit:
         # total = sum lambda F, pull = sum lambda F d, spread = sum lambda F d^2, with d = theta* - newest.
         total, pull, spread = torch.zeros_like(newest), torch.zeros_like(newest), torch.zeros_like(newest)
+        constant = 0.0
         for anchor, at, lam in holding:
             weighted = anchor.fisher[name].double().mul_(lam)
-            rows = slice(len(weighted) if weighted.ndim else None) if name in growing else ...
+            if id(anchor) in useless and weighted.any():
+                del useless[id(anchor)]
+            rows = slice(len(weighted)) if name in growing else ...
             total[rows] += weighted
+            constant += lam * anchor.provenance.constant.get(name, 0.0)
             if at is not base:
                 difference = at.weights[name].double()[rows].sub_(newest[rows])
                 pull[rows].addcmul_(weighted, difference)
                 spread[rows].addcmul_(weighted, difference.square_())
         offset = torch.where(total > 0, pull / total, 0.0)
         constant += 0.5 * (spread - offset * pull).clamp(min=0).sum().item()
-        curvature[name] = total if wide else total.float()
-        centre[name] = (newest + offset) if wide else (newest + offset).float()
-    return Quadratic(curvature, centre, constant)
+        found.curvature[name] = total if wide else total.float()
+        found.centre[name] = (newest + offset) if wide else (newest + offset).float()
+        if constant:
+            found.constant[name] = constant
+    for anchor in useless.values():
+        refuse_zero(anchor)
+    return found
+
+
+def of_one_head(anchors: Sequence[Anchor], head: Mapping[str, Any] | None) -> list[Anchor]:
+    """Return the anchors, without the last layer of those that have another one than this (`Provenance.head`).
+
+    Two layers that were trained each from the start have nothing to do with each other, even if they are of one shape.
+    """
+    return [anchor if not (other := foreign_head(anchor, head)) else anchor.without(other) for anchor in anchors]
+
+
+def foreign_head(anchor: Anchor, head: Mapping[str, Any] | None) -> set[str]:
+    """Return the parameters of the last layer, if the anchor's is not this one; none if it is."""
+    own = anchor.provenance.head
+    if (own or {}).get("id") == (head or {}).get("id"):
+        return set()
+    return {name for known in (own, head) if known is not None for name in known["parameters"]}
 
 
 def remarks(anchors: Sequence[Anchor], lineage: Lineage = "all") -> list[str]:
-    """Say what a user should know before stacking these: what counts twice, and what is not on one scale."""
+    """Say what a user should know before stacking these: what counts twice, is left out, or has another scale."""
     found = []
-    seen: dict[str, Anchor] = {}
-    for anchor in anchors:
-        if anchor.digest in seen:
-            found.append(f"{anchor.label} is the same anchor as {seen[anchor.digest].label}: it counts twice. Drop one")
-        elif anchor.digest:
-            seen[anchor.digest] = anchor
-    for anchor in anchors:
-        parents = [seen[digest].label for digest in _parents(anchor) if digest in seen]
-        if parents:
-            found.append(f"{anchor.label} was merged from {', '.join(parents)}, which so count twice. Drop them")
+    for number, anchor in enumerate(anchors):
+        for other in anchors[:number]:
+            if anchor.digest is not None and anchor.digest == other.digest:
+                found.append(f"{anchor.label} is the same anchor as {other.label}: it counts twice. Drop one")
+            elif _members(anchor) & _members(other):
+                merged, part = (anchor, other) if anchor.provenance.merged else (other, anchor)
+                verb = "was merged from anchors that are in" if part.provenance.merged else "was merged from"
+                found.append(f"{merged.label} {verb} {part.label}, which so counts twice. Drop one of them")
         inside = [other.label for other in anchors if other is not anchor and _had_a_part(other, anchor)]
         if inside and lineage == "all":
             found.append(
@@ -134,15 +161,23 @@ def remarks(anchors: Sequence[Anchor], lineage: Lineage = "all") -> list[str]:
                 "domain counts twice in part. --lineage latest moves the older curvature to the newer weights "
                 "(leaving the older anchor out would give its domain up)"
             )
-    estimators = {anchor.provenance.estimator: anchor.label for anchor in anchors}
-    if len(estimators) > 1:
-        known = ", ".join(f"{label} has {name}" for name, label in estimators.items())
-        found.append(f"the anchors' curvatures differ in estimator, and so perhaps in scale: {known}")
-    versions = {anchor.provenance.checkpoint.get("architecture"): anchor.label for anchor in anchors}
-    versions.pop(None, None)
-    if len(versions) > 1:
-        known = ", ".join(f"{label} has {name}" for name, label in versions.items())
-        found.append(f"the anchors differ in architecture, though their parameters fit: {known}")
+        late = [other.label for other in anchors[number + 1 :] if _had_a_part(other, anchor)]
+        if late:
+            found.append(f"{', '.join(late)} had a part in {anchor.label} and comes after it; expected oldest first")
+        if foreign_head(anchor, anchors[-1].provenance.head):
+            found.append(
+                f"{anchor.label} has another last layer than {anchors[-1].label}, so that of the first is left out"
+            )
+    for field, values in (
+        ("curvature", {anchor.provenance.curvature: anchor.label for anchor in anchors}),
+        ("estimator", {anchor.provenance.estimator: anchor.label for anchor in anchors}),
+        ("architecture", {a.provenance.checkpoint.get("architecture") or "": a.label for a in anchors}),
+    ):
+        values.pop("", None)
+        if len(values) > 1:
+            known = ", ".join(f"{label} has {value}" for value, label in values.items())
+            scale = "" if field == "architecture" else ", and so perhaps in scale"
+            found.append(f"the anchors differ in {field}{scale}: {known}")
     return found
 
 
@@ -151,15 +186,17 @@ def lineage_of(anchors: Sequence[Anchor], lambdas: Sequence[float]) -> list[dict
     entries = [entry for anchor in anchors for entry in anchor.provenance.lineage]
     for anchor, lam in zip(anchors, lambdas, strict=True):
         if lam > 0:
-            for parent in (anchor.provenance.merged or {}).get("parents", ()):
+            merged = anchor.provenance.merged or {}
+            for parent in merged.get("parents", ()):
                 name = parent["provenance"].get("name")
                 entries.append({"name": name, "sha256": parent["sha256"], "lambda": parent["lambda"] * lam})
+            entries += [{"name": None, "sha256": digest, "lambda": lam} for digest in merged.get("through", ())]
             entries.append({"name": anchor.provenance.name, "sha256": anchor.digest, "lambda": lam})
     return [entry for index, entry in enumerate(entries) if entry not in entries[:index]]
 
 
-def check_together(anchors: Sequence[Anchor], without: Collection[str] = (), growing: Collection[str] = ()) -> None:
-    """Check that anchors can be stacked at all; no tensor is read. For the others see `collapse`.
+def check_together(anchors: Sequence[Anchor], growing: Collection[str] = ()) -> None:
+    """Check that anchors can be stacked at all; no tensor is read. For `growing` see `collapse`.
 
     Raises:
         AnchorMismatchError: naming both anchors and what differs.
@@ -174,8 +211,7 @@ def check_together(anchors: Sequence[Anchor], without: Collection[str] = (), gro
     for anchor in anchors:
         for name, shape in shapes_of(anchor.fisher).items():
             other, expected = first.setdefault(name, (anchor, shape))
-            alike = shape == expected or (name in growing and shape[1:] == expected[1:])
-            if not alike and name not in without:
+            if shape != expected and not (name in growing and shape[1:] == expected[1:]):
                 raise AnchorMismatchError(
                     f"anchors of different models: {name} has shape {tuple(expected)} in "
                     f"{other.label} and {tuple(shape)} in {anchor.label}"
@@ -184,16 +220,27 @@ def check_together(anchors: Sequence[Anchor], without: Collection[str] = (), gro
 
 def _latest(anchors: Sequence[Anchor], k: int) -> Anchor:
     """Return the newest anchor in whose weights anchor k had a part; itself if there is none."""
+    held = shapes_of(anchors[k].fisher).items()
     for later in reversed(anchors[k + 1 :]):
-        if _had_a_part(anchors[k], later) and set(anchors[k].fisher) <= set(later.weights):
+        if _had_a_part(anchors[k], later) and held <= shapes_of(later.weights).items():
             return later
     return anchors[k]
 
 
 def _had_a_part(anchor: Anchor, other: Anchor) -> bool:
-    """Whether the other's checkpoint was trained under this anchor's penalty."""
-    return anchor.digest is not None and any(entry.get("sha256") == anchor.digest for entry in other.provenance.lineage)
+    """Whether the other's weights were trained under this anchor's penalty; if merged, those of all parents."""
+    merged = other.provenance.merged
+    if merged is None:
+        lineages = [other.provenance.lineage]
+    else:
+        parents = merged["parents"] if merged.get("form") == "offline" else merged["parents"][-1:]
+        lineages = [parent["provenance"].get("lineage", []) for parent in parents]
+    digests = [{entry.get("sha256") for entry in entries} for entries in lineages]
+    return anchor.digest is not None and all(anchor.digest in known for known in digests)
 
 
-def _parents(anchor: Anchor) -> list[str | None]:
-    return [] if anchor.provenance.merged is None else [p["sha256"] for p in anchor.provenance.merged["parents"]]
+def _members(anchor: Anchor) -> set[str]:
+    """Return the digests of the anchors that this one consists of: its own, and those it was merged from."""
+    merged = anchor.provenance.merged or {}
+    known = [anchor.digest, *merged.get("through", ()), *(p["sha256"] for p in merged.get("parents", ()))]
+    return {digest for digest in known if digest is not None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,11 @@ class TensorFile(Mapping[str, Tensor]):
         self._prefix = prefix
         self._check = check
         self._state = _state(path)
+
+    def without(self, names: Collection[str]) -> TensorFile:
+        """Return the same but for some names."""
+        kept = {name: shape for name, shape in self.shapes.items() if name not in names}
+        return TensorFile(self._path, self._prefix, kept, self._check)
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.shapes:

@@ -58,8 +58,8 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lambda", dest="strength", type=float, default=100.0, help="of every anchor (100)")
-    parser.add_argument("--epochs", type=int, default=150, help="on each task (150)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate (1e-3)")
+    parser.add_argument("--epochs", type=int, default=300, help="on each task (300)")
+    parser.add_argument("--lr", type=float, default=0.05, help="learning rate (0.05)")
     parser.add_argument("--samples", type=int, default=500, help="of each task (500)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(""), help="folder")
@@ -102,6 +102,8 @@ def learn(tasks: list[TensorDataset], lam: float, options: argparse.Namespace) -
             likelihood="gaussian",
             epochs=options.epochs,
             lr=options.lr,
+            optimizer="sgd",
+            penalty_form="proximal",
             seed=options.seed,
             eval_on={str(number): other for number, other in enumerate(tasks)},
         )

@@ -1,14 +1,15 @@
 """Permuted MNIST: every task shuffles the pixels in a way of its own.
 
-(a) Three tasks with a small convolutional network (10 and 20 maps of 5 by 5, dropout, 320-50-10), two epochs each, SGD
-0.01 with momentum 0.9: plain, L2 and EWC. (b) Ten tasks with one hidden layer of 512: plain training, stacked anchors
-(offline) and a running one (online). Published baselines report 0.83 for EWC on ten tasks, the original paper about
-0.94.
+Three tasks with a small convolutional network (10 and 20 maps of 5 by 5, dropout, 320-50-10), two epochs each, SGD 0.01
+with momentum 0.9: plain, L2 and EWC. Ten tasks with one hidden layer of 512, ten epochs each, SGD 0.05 with momentum
+0.9, the penalty in its proximal form: plain, stacked anchors (offline) and a running one (online). Published baselines
+report 0.83 for EWC on ten tasks, the original paper about 0.94.
 
-    python examples/permuted_mnist.py                       about 40 minutes on two cores
+    python examples/permuted_mnist.py --settings three      about 10 minutes on two cores
+    python examples/permuted_mnist.py --settings ten --seeds 0      about 20 minutes
     python examples/permuted_mnist.py --quick               a few seconds, to see that it runs
 
-Writes permuted.csv, permuted.md and permuted.png to --output (the folder permuted_mnist beside this file).
+Writes three.csv, three.md and three.png, and those of ten, to --output (the folder permuted_mnist beside this file).
 """
 
 from __future__ import annotations
@@ -29,20 +30,18 @@ TITLES = {"three": "three tasks, convolutional", "ten": "ten tasks, 512 hidden u
 
 def main() -> None:
     options = parse_arguments()
-    results = []
+    options.output.mkdir(parents=True, exist_ok=True)
     for setting in options.settings:
+        results = []
         for result in run_setting(setting, options):
             print(f"{setting}, {result.method}, lambda {result.strength:g}, seed {result.seed}: ", end="")
             print(" ".join(f"{mean:.3f}" for mean in result.means), flush=True)
             results.append(result)
-    options.output.mkdir(parents=True, exist_ok=True)
-    save_rows(results, options.output / "permuted.csv")
-    table = make_table(results)
-    (options.output / "permuted.md").write_text(table)
-    draw_means(
-        {TITLES[setting]: by_method(results, setting) for setting in options.settings}, options.output / "permuted.png"
-    )
-    print(f"\n{table}\nWritten to {options.output}: permuted.csv, permuted.md, permuted.png")
+        save_rows(results, options.output / f"{setting}.csv")
+        table = make_table(results, setting)
+        (options.output / f"{setting}.md").write_text(table)
+        draw_means({TITLES[setting]: by_method(results, setting)}, options.output / f"{setting}.png")
+        print(f"\n{table}\nWritten to {options.output}: {setting}.csv, {setting}.md, {setting}.png")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -88,27 +87,28 @@ def run_setting(setting: str, options: argparse.Namespace) -> Iterator[Result]:
 
     def run(method: Method, seed: int) -> list[list[float]]:
         torch.manual_seed(seed)
-        epochs = 1 if options.quick else 2
-        return learn_in_turn(build(), tasks, method, samples=options.samples, epochs=epochs, seed=seed, **training)
+        short = {"epochs": 1} if options.quick else {}
+        return learn_in_turn(build(), tasks, method, samples=options.samples, seed=seed, **{**training, **short})
 
     if options.quick:
         ranges = {name: lambdas[:1] for name, lambdas in ranges.items()}
     return search(setting, ranges, options.seeds, run)
 
 
-# Of each setting: the network, how many tasks, how they are trained, and the lambdas of each method.
+# Of each setting: the network, how many tasks, how they are trained, and the lambdas of each method. Ten tasks need a
+# penalty that holds at any lambda: under adam, in the gradient form, the best that was found is far below.
 SETTINGS = {
     "three": (
         Convolutional,
         3,
-        {"lr": 0.01, "optimizer": "sgd", "momentum": 0.9, "batch_size": 64},
-        {"plain": (0.0,), "L2": (0.001, 0.01, 0.1), "EWC": (1.0, 10.0, 100.0)},
+        {"epochs": 2, "lr": 0.01, "optimizer": "sgd", "momentum": 0.9, "batch_size": 64},
+        {"plain": (0.0,), "L2": (0.01, 0.1), "EWC": (10.0, 100.0)},
     ),
     "ten": (
         lambda: MLP(784, (512,), 10, batch_norm=False),
         10,
-        {"lr": 1e-3, "batch_size": 128},
-        {"plain": (0.0,), "EWC offline": (100.0, 1000.0), "EWC online": (100.0, 1000.0)},
+        {"epochs": 10, "lr": 0.05, "optimizer": "sgd", "momentum": 0.9, "batch_size": 128, "penalty_form": "proximal"},
+        {"plain": (0.0,), "EWC offline": (10.0, 30.0), "EWC online": (10.0, 30.0)},
     ),
 }
 
@@ -127,20 +127,15 @@ def make_tasks(count: int, options: argparse.Namespace) -> list[Task]:
     return [Task(*(TensorDataset(shuffled(x, number), y) for x, y in splits)) for number in range(count)]
 
 
-def make_table(results: Sequence[Result]) -> str:
+def make_table(results: Sequence[Result], setting: str) -> str:
     """Mean accuracy over the tasks so far, after some of them."""
-    rows = []
-    for setting, (_, count, _, _) in SETTINGS.items():
-        methods = by_method(results, setting)
-        if not methods:
-            continue
-        shown = range(1, count + 1) if count <= 5 else (1, 2, 4, 6, 8, count)
-        rows += [f"| {TITLES[setting]}: mean accuracy, % | {' | '.join(f'after {n}' for n in shown)} |"]
-        rows += ["|---|" + "---|" * len(shown)]
-        for label, runs in methods.items():
-            rows += [f"| {label} | {' | '.join(spread([run.means[n - 1] for run in runs]) for n in shown)} |"]
-        rows += [""]
-    return "\n".join(rows)
+    count = SETTINGS[setting][1]
+    shown = range(1, count + 1) if count <= 5 else (1, 2, 4, 6, 8, count)
+    rows = [f"| {TITLES[setting]}: mean accuracy, % | {' | '.join(f'after {n}' for n in shown)} |"]
+    rows += ["|---|" + "---|" * len(shown)]
+    for label, runs in by_method(results, setting).items():
+        rows += [f"| {label} | {' | '.join(spread([run.means[n - 1] for run in runs]) for n in shown)} |"]
+    return "\n".join(rows) + "\n"
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from ewc_finetune.curvature.diagonal import diagonal_fisher
 from ewc_finetune.errors import AnchorMismatchError, ArchitectureError, DataError, UsageError
 from ewc_finetune.heads import find_head, replace_head, with_head_of
 from ewc_finetune.likelihood import Active, Categorical, get_likelihood
-from ewc_finetune.stack import collapse
 
 ARCHITECTURE = "mlp?in_features=4&hidden=8&num_classes=3&batch_norm=false"
 
@@ -100,17 +99,15 @@ def test_the_rows_that_anchors_know_by_hand():
         assert penalty.value() == pytest.approx(expected, rel=1e-5)
     with pytest.raises(AnchorMismatchError, match="give it --head new or expand"):
         Penalty(model, anchors[0], 1.0)
-    free = Penalty(model, anchors[0], 1.0, without=names)
+    free = Penalty(model, anchors[0].without(names), 1.0)
     assert free.free == ("weight", "bias")
-    assert collapse(anchors, [1.0, 1.0], without=names).curvature == {}
 
 
 def test_heads_are_found_and_replaced():
     model = Small()
     name, head = find_head(model)
     assert name == "last"
-    torch.manual_seed(0)
-    replace_head(model, 7, keep=True)
+    assert replace_head(model, 7, keep=True) == (name, head)
     assert torch.equal(model.last.weight[:3], head.weight)
     assert model(torch.zeros(2, 4)).shape == (2, 7)
     with pytest.raises(ArchitectureError, match="has 7 outputs; it cannot expand to 2"):
@@ -195,6 +192,106 @@ def test_from_the_command_line(ewc_ft):
     assert torch.load("x.pt", weights_only=True)["head.weight"].shape[0] == 20
     ewc_ft("finetune", "--anchors", "m.anchor.safetensors", "--data", "digits?limit=300&classes=0-2", "--head", "new",
            "--epochs", 1, "--output", "y.pt")  # fmt: skip
-    ewc_ft("evaluate", "y.pt", "--data", "digits?classes=0-4", "--head", "m.anchor.safetensors")
+    result = ewc_ft("evaluate", "y.pt", "--data", "digits?classes=0-4", "--head", "m.anchor.safetensors", "--json")
+    assert json.loads(result.stdout)["scores"][0]["accuracy"] > 0.8
     result = ewc_ft("evaluate", "n.pt", "--data", "digits?active=5-9", expect=1)
     assert "labels are not among the active outputs: found 0, 1, 2, 3, 4" in result.stderr
+    assert (
+        "active=0-99999999 is not understood"
+        in ewc_ft("evaluate", "n.pt", "--data", "digits?active=0-99999999", expect=2).stderr
+    )
+
+
+def test_two_heads_are_not_averaged_though_they_are_of_one_shape(anchored, tmp_path):
+    """Each was trained from its own start; what one says of its rows means nothing to the other."""
+    ewc.finetune(None, data(3, shift=1.0), anchors=anchored, head="new", epochs=2, output=tmp_path / "n.pt")
+    new = ewc.consolidate(tmp_path / "n.pt", data(3, shift=1.0), output=tmp_path / "b.safetensors")
+    assert new.provenance.head["parameters"] == ["head.weight", "head.bias"]
+    notes = Notes()
+    merged = ewc.merge([anchored, tmp_path / "b.safetensors"], progress=notes)
+    assert any("has another last layer than" in note for note in notes.lines)
+    for name in ("head.weight", "head.bias"):
+        assert torch.equal(merged.fisher[name], new.fisher[name])
+        assert torch.equal(merged.weights[name], new.weights[name])
+    assert not torch.equal(merged.fisher["body.linear1.weight"], new.fisher["body.linear1.weight"])
+    # A model that has the new head is not pulled to the old one, whoever pulls.
+    done = ewc.finetune(
+        tmp_path / "n.pt", data(3), anchors=anchored, lambdas=1e6, optimizer="sgd", penalty_form="proximal", epochs=1
+    )
+    old = Anchor.load(anchored).weights
+    assert torch.allclose(done.model.body.linear1.weight, old["body.linear1.weight"], atol=1e-2)
+    assert not torch.allclose(done.model.head.weight, old["head.weight"], atol=1e-1)
+    # What is trained on from it has the same head, and stacks with it.
+    ewc.finetune(None, data(3), anchors=tmp_path / "b.safetensors", epochs=1, output=tmp_path / "c.pt")
+    after = ewc.consolidate(tmp_path / "c.pt", data(3))
+    assert after.provenance.head == new.provenance.head
+
+
+class Notes:
+    """A progress that remembers."""
+
+    def __init__(self):
+        self.lines = []
+
+    def note(self, message):
+        self.lines.append(message)
+
+
+@pytest.mark.parametrize(
+    "failing", [{"likelihood": "bernoulli"}, {"eval_on": ["nosuch"]}, {"lr": 1e30, "batch_size": 10}]
+)
+def test_a_callers_head_comes_back_if_the_run_fails(anchored, failing):
+    model = ewc.finetune(ARCHITECTURE, data(3), epochs=1, eval_on=[]).model
+    head, weight = model.head, model.head.weight.detach().clone()
+    with pytest.raises(ewc.EwcError):
+        ewc.finetune(model, data(2), anchors=anchored, head="new", epochs=2, **{"eval_on": [], **failing})
+    assert model.head is head
+    assert torch.equal(model.head.weight, weight)
+
+
+def test_frozen_heads(anchored, tmp_path):
+    model = ewc.finetune(ARCHITECTURE, data(3), epochs=1, eval_on=[]).model
+    model.head.requires_grad_(False)
+    with pytest.raises(ArchitectureError, match="the head head is frozen, and new outputs would be too"):
+        ewc.finetune(model, data(2, offset=3), head="expand", epochs=1)
+    done = ewc.finetune(model, data(2), head="new", epochs=1)
+    assert done.model.head.weight.requires_grad
+
+
+def test_a_head_that_is_not_listed_last():
+    class Backwards(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(5, 3)
+            self.body = nn.Linear(4, 5)
+
+        def forward(self, x):
+            return self.head(self.body(x).relu())
+
+    model = Backwards()
+    body = model.body
+    with pytest.raises(DataError, match="does not go into the model"):
+        ewc.finetune(model, data(2), head="new", epochs=1)
+    assert model.body is body
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(4, 4))
+    model.forward = model[0].forward  # the other has no part in the outputs
+    with pytest.raises(ArchitectureError, match="its outputs come from another layer"):
+        ewc.finetune(model, data(2), head="new", epochs=1)
+
+
+def test_the_old_heads_classes_are_those_of_the_anchor(ewc_ft, tmp_path):
+    """The new domain numbers its classes otherwise; with the old head the old numbers count."""
+    from PIL import Image
+
+    for folder, names in (("old", ("cat", "dog")), ("new", ("ant", "cat", "dog"))):
+        for number, name in enumerate(names):
+            (tmp_path / folder / name).mkdir(parents=True)
+            for n in range(4):
+                Image.new("L", (4, 4), 40 * number + n).save(tmp_path / folder / name / f"{n}.png")
+    old = "imagefolder:old?channels=1"
+    ewc_ft("finetune", "--model", "mlp?hidden=4", "--data", old, "--epochs", 1, "--output", "o.pt")
+    ewc_ft("consolidate", "o.pt", "--data", old)
+    result = ewc_ft("finetune", "--anchors", "o.anchor.safetensors", "--data", "imagefolder:new?channels=1",
+                    "--head", "new", "--epochs", 1, "--output", "n.pt")  # fmt: skip
+    assert "domains are scored with the new head" in result.stderr
+    ewc_ft("evaluate", "n.pt", "--data", old, "--head", "o.anchor.safetensors")

@@ -51,7 +51,7 @@ def test_merged_stacked_and_looped_agree(tmp_path_factory, stack, split, factor)
             anchors[first], lambdas=[lam / factor for lam in lambdas[first]], output=folder / "m.safetensors"
         )
         grouped, strengths = [folder / "m.safetensors", *grouped], [factor, *strengths]
-        assert merged.provenance.constant >= 0
+        assert all(value > 0 for value in merged.provenance.constant.values())
     else:
         grouped, strengths = list(anchors), list(lambdas)
     expected = loop_over_anchors(model, anchors, lambdas)
@@ -71,6 +71,7 @@ def test_files_are_stacked_as_anchors_in_memory_are(tmp_path):
     whole = collapse([Anchor.load(a.path) for a in anchors], [1.0, 2.0, 3.0])
     lazy = collapse([Anchor.open(a.path) for a in anchors], [1.0, 2.0, 3.0])
     assert whole.constant == lazy.constant
+    assert whole.constant
     for name, curvature in whole.curvature.items():
         assert torch.equal(curvature, lazy.curvature[name])
         assert torch.equal(whole.centre[name], lazy.centre[name])
@@ -136,7 +137,7 @@ def test_the_online_form_by_hand():
         wanted = 0.5 * (0.5 * a.fisher[name] + 2 * b.fisher[name]) + c.fisher[name]
         torch.testing.assert_close(merged.fisher[name], wanted)
         assert torch.equal(merged.weights[name], c.weights[name])
-    assert merged.provenance.constant == 0
+    assert merged.provenance.constant == {}
     assert merged.provenance.merged["gamma"] == 0.5
     # One after the other is the same as all at once.
     step = ewc.merge([ewc.merge([a, b], lambdas=[1.0, 2.0], online=True, gamma=0.5), c], online=True, gamma=0.5)
@@ -157,6 +158,15 @@ def test_lineage_latest_pulls_to_the_newest_weights_an_anchor_had_a_part_in():
         torch.testing.assert_close(latest.centre[name], expected.centre[name])
         assert torch.equal(latest.curvature[name], expected.curvature[name])
     assert latest.constant == pytest.approx(expected.constant)
+    with pytest.raises(UsageError, match="lineage latest needs anchors that are saved"):
+        collapse([make_anchor(model, 0), b], [1.0, 1.0], "latest")
+    # Merged weights are the newest that A had a part in only if it had a part in all of them.
+    other = make_anchor(model, 3, digest="dd")
+    merged = replace(ewc.merge([b, other]), digest="ee")
+    apart = collapse([a, merged], [1.0, 1.0], "latest")
+    together = collapse([a, merged], [1.0, 1.0])
+    assert all(torch.equal(apart.centre[name], together.centre[name]) for name in apart.centre)
+    assert "comes after it; expected oldest first" in " ".join(remarks([b, a]))
     assert "counts twice in part. --lineage latest" in remarks([a, b])[0]
     assert remarks([a, b], "latest") == []
     with pytest.raises(UsageError, match="lineage is 'newest'"):
@@ -167,7 +177,10 @@ def test_what_counts_twice_or_differs_is_said(tmp_path):
     model = trained(Small(), torch.float32)
     a, b = saved(tmp_path, model, 2)
     both = ewc.merge([a, b], output=tmp_path / "both.safetensors")
-    assert f"{both.path} was merged from {a.path}, which so count twice" in remarks([a, both])[0]
+    assert f"{both.path} was merged from {a.path}, which so counts twice" in remarks([a, both])[0]
+    further = ewc.merge([both, make_anchor(model, 7)], output=tmp_path / "further.safetensors")
+    assert "was merged from" in remarks([a, further])[0]
+    assert "was merged from anchors that are in" in remarks([both, further])[0]
     other = make_anchor(model, 5, estimator="batched")
     assert "differ in estimator" in remarks([a, other])[0]
     shaped = [make_anchor(model, n, checkpoint={"architecture": f"mlp?hidden={n}"}) for n in (1, 2)]
@@ -194,7 +207,9 @@ def test_provenance_of_all_parents_is_kept(tmp_path):
     assert origin.merged["parents"][1]["provenance"]["excluded"] == {"last.bias": "asked"}
     assert sum(layer["share"] for layer in origin.importance) == pytest.approx(1)
     again = ewc.merge([merged, a], name="again", output=tmp_path / "n.safetensors")
-    assert Anchor.load(again.path).provenance.merged["parents"][0]["provenance"]["merged"] == origin.merged
+    found = Anchor.load(again.path).provenance.merged
+    assert [p["sha256"] for p in found["parents"]] == [a.digest, b.digest, a.digest]
+    assert found["through"] == [merged.digest]
 
 
 def test_the_merged_centre_is_a_model(tmp_path):
@@ -296,3 +311,45 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
         return float(done.stdout)
 
     assert growth(1000) < 20  # all of them would take 1,000 MB
+
+
+def test_a_running_anchor_takes_any_number(tmp_path):
+    """What is known of the parents does not nest: each is there once, with what is left of its lambda."""
+    model = nn.Linear(2, 2)
+    running = make_anchor(model, 0).save(tmp_path / "0.safetensors")
+    for n in range(1, 150):
+        running = ewc.merge(
+            [running, make_anchor(model, n)], online=True, gamma=0.9, output=tmp_path / f"{n}.safetensors"
+        )
+    parents = Anchor.load(running.path).provenance.merged["parents"]
+    assert len(parents) == 150
+    assert parents[-3]["lambda"] == pytest.approx(0.9**2)
+    assert running.path.stat().st_size < 300_000
+
+
+def test_an_anchor_of_nothing_is_refused_when_it_is_read(tmp_path):
+    model = nn.Linear(2, 2)
+    path = make_anchor(model, 0).save(tmp_path / "a.safetensors").path
+    tensors = {n: torch.zeros_like(t) if n.startswith("fisher.") else t for n, t in load_file(path).items()}
+    save_file(tensors, path, {"format": "ewc-anchor", "format_version": "1", "anchor": '{"name": "x"}'})
+    with pytest.raises(AnchorError, match="the Fisher is zero everywhere"):
+        Penalty(model, path, 1.0)
+
+
+def test_lambda_zero_is_as_if_it_were_not_there():
+    model = trained(Small(), torch.float32)
+    a, b = make_anchor(model, 0), make_anchor(model, 1)
+    a, b = (replace(x, buffers={"n": torch.tensor([v])}) for x, v in ((a, 1.0), (b, 5.0)))
+    merged = ewc.merge([a, b], lambdas=[1.0, 0.0])
+    assert merged.buffers["n"] == 1.0
+    assert merged.provenance.name == a.provenance.name
+
+
+def test_half_precision_throughout(tmp_path):
+    """What no anchor holds is in one precision with the centre, or no model could compute with both."""
+    model = trained(nn.Linear(3, 2), torch.bfloat16)
+    anchors = [
+        replace(make_anchor(model, n, missing=["bias"]), buffers={"b": torch.ones(1).bfloat16()}) for n in (0, 1)
+    ]
+    merged = ewc.merge(anchors)
+    assert {t.dtype for t in (*merged.weights.values(), *merged.buffers.values())} == {torch.float32}

@@ -21,6 +21,7 @@ from ewc_finetune.anchor import Anchor, check_model
 from ewc_finetune.checkpoint.architecture import FORMS, build
 from ewc_finetune.errors import AnchorError, ArchitectureError, CheckpointError, StorageError
 from ewc_finetune.files import atomic_write, sha256
+from ewc_finetune.provenance import is_head
 
 FORMAT = "state_dict"
 _KEY = "ewc_ft"
@@ -37,6 +38,7 @@ class Record:
         classes: Names of its outputs, where they are known.
         lineage: Anchors whose penalties it was trained under: `name`, `sha256`, `lambda` of each.
         frozen: Parameters that were not to be trained (`requires_grad` was false).
+        head: Of a model that was given a new last layer; see `Provenance`.
     """
 
     architecture: str | None = None
@@ -44,6 +46,7 @@ class Record:
     classes: list[str] | None = None
     lineage: list[dict[str, Any]] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)
+    head: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ def from_anchor(anchor: Anchor) -> Checkpoint:
         classes=anchor.provenance.classes,
         lineage=anchor.provenance.lineage,
         frozen=[name for name, reason in anchor.provenance.excluded.items() if reason == FROZEN],
+        head=anchor.provenance.head,
     )
     return Checkpoint(anchor.label, FORMAT, origin.get("sha256"), {**anchor.weights, **anchor.buffers}, record)
 
@@ -219,6 +223,7 @@ def _read_record(state: Mapping[str, Tensor], path: Path) -> Record:
         "classes": lambda v: v is None or isinstance(v, list),
         "lineage": lambda v: isinstance(v, list) and all(isinstance(entry, dict) for entry in v),
         "frozen": lambda v: isinstance(v, list),
+        "head": is_head,
     }
     known = {key: value for key, value in found.items() if key in expected} if isinstance(found, Mapping) else None
     if known is None or not all(expected[key](value) for key, value in known.items()):

@@ -15,6 +15,9 @@ from ewc_finetune.address import Address, suggest
 from ewc_finetune.choices import SPLITS
 from ewc_finetune.errors import UsageError
 
+# More classes than this are a slip of the finger.
+_MANY_CLASSES = 1_000_000
+
 
 @dataclass(frozen=True)
 class Options:
@@ -101,7 +104,7 @@ def _classes(text: str) -> tuple[range, ...]:
     for part in text.split(","):
         first, dash, last = part.partition("-")
         parts.append(range(_whole(first), _whole(last if dash else first) + 1))
-        if not parts[-1]:
+        if not 0 < len(parts[-1]) <= _MANY_CLASSES:
             raise ValueError
     return tuple(parts)
 

@@ -112,6 +112,8 @@ def consolidate(
         raise UsageError(f"rtol is {rtol:g}; expected more than 0 and less than 1")
     if samples == "auto" and estimator == "batched":
         raise UsageError("the batched estimator has no standard error to stop at; give a number of samples")
+    if curvature == "identity" and (samples is not None or draws != 1 or estimator != "auto"):
+        raise UsageError("the identity is of no samples: estimator, draws and samples belong to the diagonal curvature")
     if samples != "auto" and rtol != DEFAULT_RTOL:
         progress.note(f"rtol {rtol:g} does nothing without samples auto")
     if batch_size < 1:
@@ -185,6 +187,7 @@ def consolidate(
             lineage=opened.record.lineage if lineage is None else list(lineage),
             scores=found.scores,
             input=layout.to_json(),
+            head=opened.record.head,
             classes=opened.record.classes if domain.classes is None else list(domain.classes),
         )
         anchor = Anchor(

@@ -82,7 +82,8 @@ def evaluate(
     opened = open_model(model, architecture)
     if head is not None:
         anchor = head if isinstance(head, Anchor) else Anchor.open(head)
-        opened = replace(opened, model=with_head_of(opened.model, anchor))
+        classes = replace(opened.record, classes=anchor.provenance.classes)
+        opened = replace(opened, model=with_head_of(opened.model, anchor), record=classes)
     where = choose_device(device)
     rule = get_likelihood(likelihood)
     if batch_size < 1:

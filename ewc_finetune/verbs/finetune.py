@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -38,13 +40,15 @@ from ewc_finetune.errors import CheckpointError, StorageError, UsageError
 from ewc_finetune.figures import draw_run
 from ewc_finetune.files import beside, check_output
 from ewc_finetune.heads import find_head, replace_head
+from ewc_finetune.inputs import tensors
 from ewc_finetune.likelihood import Likelihood, get_likelihood
 from ewc_finetune.modes import normalisation_layers
 from ewc_finetune.penalty import Penalty
 from ewc_finetune.precision import float32_weights
 from ewc_finetune.progress import Progress, Silent
+from ewc_finetune.provenance import Provenance
 from ewc_finetune.runs import RunFolder
-from ewc_finetune.stack import lineage_of, remarks, spread_lambdas
+from ewc_finetune.stack import lineage_of, of_one_head, remarks, spread_lambdas
 from ewc_finetune.training import Schedule, train
 from ewc_finetune.verbs.evaluate import Score
 from ewc_finetune.verbs.journal import Journal
@@ -168,30 +172,32 @@ def finetune(
         progress.note(remark)
     domain = resolve_domain(data, "train", data_dir)
     start, fresh = _start(model, architecture, stacked, domain, seed)
-    start, changed = _with_head(start, head, domain, seed, output is not None)
     policy: NormStats = norm_stats or ("update" if fresh else "frozen")
     schedule = Schedule(epochs, lr, batch_size, optimizer, momentum, policy, log_every)
     rule = get_likelihood(_likelihood(likelihood, stacked))
-    known = _known(start.record, stacked, head)
     where = choose_device(device)
-    with on_device(start.model, where), random_state_kept(where, seed):
-        layout = prepare(start.model, domain, domain.likelihood(rule), where, known, progress)
+    start = replace(start, record=_known(start.record, stacked))
+    with on_device(start.model, where), random_state_kept(where, seed), contextlib.ExitStack() as undoing:
+        old = find_head(start.model) if head != "shared" else None
+        if old is not None:
+            undoing.callback(start.model.set_submodule, *old)
+            start = _with_head(start, head, domain, seed, output is not None)
+        known, outputs = start.record, None if old is None else find_head(start.model)[1].out_features
+        layout = prepare(start.model, domain, domain.likelihood(rule), where, known, progress, outputs)
         watched = [
             (watch, prepare(start.model, watch, watch.likelihood(rule), where, known, Silent()))
-            for watch in _watched(eval_on, data, domain, stacked, data_dir, progress)
+            for watch in _watched(eval_on, data, domain, stacked, data_dir, progress, head)
         ]
-        without, growing = (changed if head == kind else () for kind in ("new", "expand"))
-        penalty = (
-            Penalty(start.model, stacked, strengths, penalty_form, lineage, without=without, growing=growing)
-            if stacked
-            else None
-        )
+        held = of_one_head(stacked, known.head)
+        growing = _names(old) if head == "expand" else ()
+        penalty = Penalty(start.model, held, strengths, penalty_form, lineage, growing=growing) if stacked else None
         _say(progress, start, stacked, strengths, penalty, policy, fresh)
         _warn_of_overshooting(progress, penalty, schedule)
         record = Record(
             architecture=known.architecture,
             input=layout.to_json(),
             classes=_classes(known, domain, head),
+            head=known.head,
             lineage=known.lineage + [e for e in lineage_of(stacked, strengths) if e not in known.lineage],
             frozen=known.frozen,
         )
@@ -207,9 +213,11 @@ def finetune(
                 "output": str(output),
             }
             folder = RunFolder(beside(output, ".run"), overwrite, options)
-        keep = isinstance(model, nn.Module)
         # Scoring keeps no activations, so twice the batch fits where training does.
-        journal = Journal(start.model, watched, rule, 2 * batch_size, where, record, folder, keep, progress)
+        # From here on it is the journal that undoes what a run leaves unfinished.
+        undo = undoing.pop_all().close
+        mine = isinstance(model, nn.Module)
+        journal = Journal(start.model, watched, rule, 2 * batch_size, where, record, folder, mine, progress, undo)
         try:
             before = journal.score(0, 0)
             batches = domain.count_batches(batch_size)
@@ -233,8 +241,17 @@ def finetune(
         except BaseException as error:
             journal.stop(error)
             raise
-    run = None if folder is None else folder.path
-    return Finetuned(start.model, before, after, journal.history, steps, policy, record.lineage, output, run)
+    return Finetuned(
+        model=start.model,
+        before=before,
+        after=after,
+        history=journal.history,
+        steps=steps,
+        norm_stats=policy,
+        lineage=record.lineage,
+        output=output,
+        run=None if folder is None else folder.path,
+    )
 
 
 def default_output(model: str | Path | None, anchors: Sequence[str | Path], data: str) -> Path:
@@ -290,30 +307,45 @@ def _start(
     return open_fresh(str(model), _sample_shape(domain), domain.count_classes(), seed), True
 
 
-def _with_head(start: Opened, head: Head, domain: Domain, seed: int, written: bool) -> tuple[Opened, tuple[str, ...]]:
-    """Give the model the head that is asked for; also return the names of the head's parameters."""
-    if head == "shared":
-        return start, ()
+def _with_head(start: Opened, head: Head, domain: Domain, seed: int, written: bool) -> Opened:
+    """Give the model the head that is asked for, and record it."""
     name, layer = find_head(start.model)
     outputs = domain.count_classes() if head == "new" else layer.out_features
     if head == "expand" and domain.labels is not None and len(domain.labels):
         outputs = max(outputs, int(domain.labels.max()) + 1)
-    text = start.record.architecture
-    if text is not None and written:
-        text = with_outputs(text, outputs)
+    record = replace(start.record, classes=None)  # they are the old head's
+    if record.architecture is not None and written and outputs != layer.out_features:
+        record = replace(record, architecture=with_outputs(record.architecture, outputs))
     with random_state_kept(torch.device("cpu"), seed):
         replace_head(start.model, outputs, keep=head == "expand")
-    names = tuple(f"{name}.{parameter}" for parameter, _ in start.model.get_submodule(name).named_parameters())
-    return replace(start, record=replace(start.record, architecture=text)), names
+    if head == "new":
+        names = _names((name, layer))
+        record = replace(
+            record,
+            frozen=[parameter for parameter in record.frozen if parameter not in names],
+            head={"parameters": list(names), "id": _head_id(start, domain, seed)},
+        )
+    return replace(start, record=record)
 
 
-def _known(record: Record, anchors: Sequence[Anchor], head: Head) -> Record:
+def _names(head: tuple[str, nn.Linear] | None) -> tuple[str, ...]:
+    return () if head is None else tuple(f"{head[0]}.{name}" for name, _ in head[1].named_parameters())
+
+
+def _head_id(start: Opened, domain: Domain, seed: int) -> str:
+    """Return what tells one new head from another: what it was put on, for what data, and its seed."""
+    digest = hashlib.sha256(repr((start.sha256, start.record.lineage, domain.name, domain.size, seed)).encode())
+    for tensor in tensors(domain.first()):
+        digest.update(repr(tensor.flatten().tolist()).encode())
+    return digest.hexdigest()
+
+
+def _known(record: Record, anchors: Sequence[Anchor]) -> Record:
     """Return what is known of the model: one that was passed in knows nothing of its data, but its anchors do."""
     if anchors and not record.input:
         origin = anchors[-1].provenance
-        record = replace(record, input=origin.input, classes=origin.classes)
-    # The names of the classes are those of the head that was.
-    return record if head == "shared" else replace(record, classes=None)
+        return replace(record, input=origin.input, classes=origin.classes, head=origin.head)
+    return record
 
 
 def _classes(record: Record, domain: Domain, head: Head) -> list[str] | None:
@@ -338,14 +370,19 @@ def _watched(
     anchors: Sequence[Anchor],
     data_dir: str | Path | None,
     progress: Progress,
+    head: Head,
 ) -> list[Domain]:
     """Return the domains to score: those asked for, else the test split of the new domain."""
+    if head == "new" and anchors:
+        progress.note(
+            "domains are scored with the new head; for an old one's: ewc-ft evaluate CHECKPOINT --head ANCHOR"
+        )
     if eval_on is not None:
         return resolve_domains(eval_on, "test", data_dir)
     found = [resolve_domain(data, "test", data_dir)] if isinstance(data, str) and domain.split is not None else []
     if not found:
         progress.note(f"{domain.name} has no test split, so nothing is scored; --eval names domains to score")
-    elif anchors:
+    elif anchors and head != "new":
         progress.note(
             f"only {domain.name} is scored; where old data is at hand, --eval OLD --eval NEW shows what stays"
         )
@@ -408,6 +445,12 @@ def _warn_of_overshooting(progress: Progress, penalty: Penalty | None, schedule:
         )
 
 
+def _curvature(origin: Provenance) -> str:
+    if origin.curvature == "identity":
+        return "identity"
+    return f"{origin.estimator} Fisher of {origin.samples} samples"
+
+
 def _say(
     progress: Progress,
     start: Opened,
@@ -421,10 +464,7 @@ def _say(
     progress.note(f"starting from {'fresh weights of ' if fresh else ''}{start.label}")
     for anchor, strength in zip(anchors, strengths, strict=True):
         origin = anchor.provenance
-        progress.note(
-            f"held by {anchor.label}: {origin.name}, {origin.estimator} Fisher of {origin.samples} samples, "
-            f"lambda {strength:g}"
-        )
+        progress.note(f"held by {anchor.label}: {origin.name}, {_curvature(origin)}, lambda {strength:g}")
     if penalty is not None and penalty.free:
         progress.note(f"free, since no anchor holds them: {', '.join(penalty.free)}")
     layers = normalisation_layers(start.model)

@@ -121,7 +121,9 @@ def _curvature(origin: Provenance) -> str:
     if origin.merged is not None:
         form = origin.merged.get("form")
         faded = f", gamma {origin.merged.get('gamma')}" if form == "online" else ""
-        return f"merged {form}{faded}, from {len(origin.merged['parents'])} anchors; constant {origin.constant:.4g}"
+        kind = "identity, " if origin.curvature == "identity" else ""
+        constant = sum(origin.constant.values())
+        return f"{kind}merged {form}{faded}, from {len(origin.merged['parents'])} anchors; constant {constant:.4g}"
     if origin.curvature == "identity":
         return "identity (plain L2)"
     error = (origin.standard_error or {}).get("trace")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -27,6 +27,7 @@ class Journal:
         scores: The latest scores of the watched domains.
         dtypes: What half-precision tensors are written as while they are trained in float32.
         kept: Copy of the last good state, for a module that belongs to the caller.
+        undo: Puts back what was changed of the module itself, as long as no epoch is done.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Journal:
         folder: RunFolder | None,
         keep: bool,
         progress: Progress,
+        undo: Callable[[], None],
     ) -> None:
         self.model = model
         self.watched = watched
@@ -49,6 +51,7 @@ class Journal:
         self.record = record
         self.folder = folder
         self.progress = progress
+        self.undo: Callable[[], None] | None = undo
         self.dtypes: dict[str, torch.dtype] = {}
         self.kept = cpu_copy(model.state_dict()) if keep else None
         self.history: list[dict[str, Any]] = []
@@ -73,6 +76,7 @@ class Journal:
 
     def epoch_done(self, epoch: int, step: int) -> None:
         """Score the domains and keep the state, which is known to be good."""
+        self.undo = None
         self.score(epoch, step)
         if self.folder is not None:
             save_checkpoint(self.folder.last, self.model, self.record, self.dtypes)
@@ -85,6 +89,8 @@ class Journal:
             self.model.load_state_dict(self.kept)
             self.model.zero_grad(set_to_none=True)
             self.model.eval()
+        if self.undo is not None:
+            self.undo()
         if self.folder is None:
             return
         self.folder.stop(f"failed: {error}" if isinstance(error, Exception) else "interrupted")

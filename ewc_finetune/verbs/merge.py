@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,14 @@ from ewc_finetune.choices import LINEAGES, Lineage, check_choice
 from ewc_finetune.curvature.importance import importance_by_layer
 from ewc_finetune.errors import NonFiniteError, StorageError, UsageError
 from ewc_finetune.files import check_output
+from ewc_finetune.precision import wide
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.provenance import Provenance
-from ewc_finetune.stack import Quadratic, check_together, collapse, lineage_of, remarks, spread_lambdas
+from ewc_finetune.stack import Quadratic, check_together, collapse, lineage_of, of_one_head, remarks, spread_lambdas
 
 
 def merge(
-    anchors: Sequence[Anchor | str | Path],
+    anchors: Anchor | str | Path | Sequence[Anchor | str | Path],
     *,
     lambdas: float | Sequence[float] = 1.0,
     online: bool = False,
@@ -66,60 +67,63 @@ def merge(
     """
     progress = progress or Silent()
     check_choice("lineage", lineage, LINEAGES)
-    if not anchors:
+    given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
+    if not given:
         raise UsageError("there is nothing to merge; name one anchor or more")
+    if architecture is not None and checkpoint is None:
+        raise UsageError("an architecture is for the checkpoint, and none is to be written; name one with --checkpoint")
     if not 0 <= gamma <= 1:
         raise UsageError(f"gamma is {gamma}; expected 0 to 1")
     if gamma != 1 and not online:
         raise UsageError("gamma belongs to the online form; add online")
     if online and lineage != "all":
         raise UsageError("the online form pulls to the newest weights as it is; lineage belongs to the offline one")
-    strengths = spread_lambdas(lambdas, len(anchors))
+    strengths = spread_lambdas(lambdas, len(given))
     if not any(strengths):
         raise UsageError("every lambda is 0, so nothing would be left")
     written = [Path(path) for path in (output, checkpoint) if path is not None]
+    sources = [item.path if isinstance(item, Anchor) else item for item in given]
     for path in written:
-        check_output(path, overwrite, anchors)
+        check_output(path, overwrite, sources)
     if len(written) == 2 and written[0].resolve() == written[1].resolve():
         raise StorageError(f"the anchor and the checkpoint cannot both be {written[0]}")
-    parents = [anchor if isinstance(anchor, Anchor) else Anchor.open(anchor) for anchor in anchors]
+    parents = [anchor if isinstance(anchor, Anchor) else Anchor.open(anchor) for anchor in given]
     for remark in [r for parent in parents for r in parent.remarks] + remarks(parents, "latest" if online else lineage):
         progress.note(remark)
-    quadratic = _online(parents, strengths, gamma) if online else collapse(parents, strengths, lineage)
-    if not math.isfinite(quadratic.constant):
+    if online:
+        # What the older ones keep when all of them have faded.
+        strengths = [lam * gamma ** (len(parents) - 1 - k) for k, lam in enumerate(strengths)]
+    used = [(parent, lam) for parent, lam in zip(parents, strengths, strict=True) if lam > 0]
+    parents, strengths = [parent for parent, _ in used], [lam for _, lam in used]
+    quadratic = _online(parents, strengths) if online else collapse(parents, strengths, lineage)
+    if not all(map(math.isfinite, quadratic.constant.values())):
         raise NonFiniteError("the sum of the curvatures is too large for its numbers; use smaller lambdas")
-    newest = parents[-1]
     merged = Anchor(
         weights=_weights(parents, quadratic),
         fisher=quadratic.curvature,
-        buffers=dict(newest.buffers),
+        buffers=_of_one_width(parents[-1].buffers, quadratic),
         provenance=_provenance(parents, strengths, quadratic, name, online, gamma, lineage),
     )
     validate(merged)
     if checkpoint is not None:
         _write_model(merged, parents, strengths, Path(checkpoint), architecture)
-        progress.note(f"{checkpoint}: the centre of the stack as a model, with the buffers of {newest.label}")
+        progress.note(f"{checkpoint}: the centre of the stack as a model, with the buffers of {parents[-1].label}")
     return merged if output is None else merged.save(output)
 
 
-def _online(anchors: Sequence[Anchor], lambdas: Sequence[float], gamma: float) -> Quadratic:
-    """`F <- gamma F + lambda_k F_k`, centred at the newest weights; accumulated in float64."""
+def _online(anchors: Sequence[Anchor], lambdas: Sequence[float]) -> Quadratic:
+    """Sum the curvatures at the newest weights; `lambdas` say what is left of each. Accumulated in float64."""
+    anchors = of_one_head(anchors, anchors[-1].provenance.head)
     check_together(anchors)
-    curvature: dict[str, Tensor] = {}
-    centre: dict[str, Tensor] = {}
+    found = Quadratic({}, {}, {})
     for name in dict.fromkeys(name for anchor in anchors for name in anchor.fisher):
-        total: Tensor | None = None
-        for anchor, lam in zip(anchors, lambdas, strict=True):
-            if total is not None:
-                total.mul_(gamma)
-            if name in anchor.fisher:
-                part = anchor.fisher[name].double().mul_(lam)
-                total = part if total is None else total.add_(part)
-        if total is not None:
-            curvature[name] = total.float()
-            weights = next(anchor.weights for anchor in reversed(anchors) if name in anchor.weights)
-            centre[name] = weights[name]
-    return Quadratic(curvature, centre, 0.0)
+        parts = [(a.fisher[name], lam) for a, lam in zip(anchors, lambdas, strict=True) if name in a.fisher]
+        total = parts[0][0].double() * parts[0][1]
+        for fisher, lam in parts[1:]:
+            total.add_(fisher.double(), alpha=lam)
+        found.curvature[name] = total.float()
+        found.centre[name] = next(a.weights for a in reversed(anchors) if name in a.weights)[name]
+    return found
 
 
 def _weights(anchors: Sequence[Anchor], quadratic: Quadratic) -> dict[str, Tensor]:
@@ -129,7 +133,13 @@ def _weights(anchors: Sequence[Anchor], quadratic: Quadratic) -> dict[str, Tenso
         for name in anchor.weights:
             if name not in found:
                 found[name] = quadratic.centre[name] if name in quadratic.centre else anchor.weights[name]
-    return found
+    return _of_one_width(found, quadratic)
+
+
+def _of_one_width(tensors: Mapping[str, Tensor], quadratic: Quadratic) -> dict[str, Tensor]:
+    """Bring half-precision tensors to float32 where the centre is: a model computes in one precision."""
+    narrow = any(t.dtype in (torch.float16, torch.bfloat16) for t in quadratic.centre.values())
+    return dict(tensors) if narrow else {name: wide(tensor) for name, tensor in tensors.items()}
 
 
 def _provenance(
@@ -147,14 +157,22 @@ def _provenance(
     reasons = {n: reason for origin in origins for n, reason in origin.excluded.items() if n not in held}
     every = [entry for origin in origins for entry in origin.lineage]
     estimators = {origin.estimator for origin in origins}
+    curvatures = {origin.curvature for origin in origins}
+    parents: list[dict[str, Any]] = []
+    through: list[str | None] = []
+    for anchor, lam in zip(anchors, lambdas, strict=True):
+        before = anchor.provenance.merged
+        if before is None:
+            parents.append({"sha256": anchor.digest, "lambda": lam, "provenance": asdict(anchor.provenance)})
+        else:  # its parents take its place, so that what is known doesn't nest
+            parents += [{**parent, "lambda": parent["lambda"] * lam} for parent in before["parents"]]
+            through += [*before.get("through", ()), anchor.digest]
     merged: dict[str, Any] = {
         "form": "online" if online else "offline",
         "gamma": gamma if online else None,
         "lineage": None if online else lineage,
-        "parents": [
-            {"sha256": anchor.digest, "lambda": lam, "provenance": asdict(anchor.provenance)}
-            for anchor, lam in zip(anchors, lambdas, strict=True)
-        ],
+        "parents": parents,
+        "through": [digest for digest in through if digest is not None],
     }
     return Provenance(
         name=name or "+".join(origin.name for origin in origins),
@@ -168,12 +186,14 @@ def _provenance(
         likelihood=newest.likelihood,
         estimator=estimators.pop() if len(estimators) == 1 else "mixed",
         samples=sum(origin.samples for origin in origins),
+        curvature=curvatures.pop() if len(curvatures) == 1 else "diagonal",
         constant=quadratic.constant,
         merged=merged,
         importance=[asdict(layer) for layer in importance_by_layer(held)],
         excluded=reasons,
         normalisation=newest.normalisation,
         lineage=[entry for index, entry in enumerate(every) if entry not in every[:index]],
+        head=newest.head,
         input=newest.input,
         classes=newest.classes,
     )

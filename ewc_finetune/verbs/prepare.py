@@ -10,7 +10,7 @@ from torch import nn
 from ewc_finetune.checkpoint.state_dict import Record
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.layout import Layout, find_layout
-from ewc_finetune.errors import DataError
+from ewc_finetune.errors import ArchitectureError, DataError
 from ewc_finetune.likelihood import Likelihood
 from ewc_finetune.progress import Progress
 
@@ -22,6 +22,7 @@ def prepare(
     device: torch.device,
     record: Record,
     progress: Progress,
+    outputs: int | None = None,
 ) -> Layout:
     """Find how the domain's samples go into the model, say it, and check outputs and labels before any work is done.
 
@@ -32,14 +33,21 @@ def prepare(
         device: Where the model is.
         record: What is known of the model; where the data differs from it, that is said.
         progress: Told what is assumed.
+        outputs: How many the model must have, where its head was changed.
 
     Raises:
+        ArchitectureError: if the model has another number of outputs.
         DataError: if samples, outputs or labels don't suit, or the data numbers the model's classes otherwise; labels
             are checked all at once where they are known.
     """
     layout, output_shape = find_layout(
         model, domain, device, lambda outputs: likelihood.check_outputs(outputs, domain.name), record.input
     )
+    if outputs is not None and output_shape[-1:] != (outputs,):
+        raise ArchitectureError(
+            f"the last linear layer of the model was to be its head, with {outputs} outputs, but the model returns "
+            f"{tuple(output_shape)}: its outputs come from another layer. List that one last in the module"
+        )
     if domain.labels is not None:
         likelihood.check_targets(domain.labels, output_shape, domain.name)
     progress.note(f"{domain.name}: samples of {layout.describe()}")
