@@ -97,7 +97,8 @@ def learn_in_turn(
         select(number)
         ewc.finetune(model, task.train, anchors=anchors, lambdas=method.strength, eval_on=[], **training)
         if method.strength and number + 1 < len(tasks):
-            anchor = ewc.consolidate(model, task.train, curvature=method.curvature, samples=samples, estimator="exact")
+            fisher = {"samples": samples, "estimator": "exact"} if method.curvature == "diagonal" else {}
+            anchor = ewc.consolidate(model, task.train, curvature=method.curvature, **fisher)
             if method.online and anchors:
                 anchors = [ewc.merge([*anchors, anchor], online=True, gamma=method.gamma)]
             else:

@@ -45,3 +45,32 @@ def test_how_many_samples(tmp_path, data_dir):
     run("how_many_samples.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
     rows = (tmp_path / "samples.md").read_text().splitlines()
     assert [row.split(" | ")[0] for row in rows[2:]] == ["| 50", "| 200", "| 500"]
+
+
+@pytest.mark.slow
+def test_offline_regression(tmp_path):
+    table = run("offline_regression.py", "--quick", "--output", tmp_path)
+    assert "| offline EWC, after all four |" in table
+    assert {path.name for path in tmp_path.iterdir()} == {"data.png", "losses.png", "fits.png", "losses.md"}
+
+
+@pytest.mark.slow
+def test_permuted_mnist(tmp_path, data_dir):
+    table = run("permuted_mnist.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
+    assert "| ten tasks, 512 hidden units: mean accuracy, % | after 1 |" in table
+    rows = list(csv.DictReader((tmp_path / "ten.csv").read_text().splitlines()))
+    assert {row["method"] for row in rows} == {"plain", "EWC offline", "EWC online"}
+    assert all(len(row["means after each task"].split()) == 10 for row in rows)
+    assert (tmp_path / "three.png").is_file()
+
+
+@pytest.mark.slow
+def test_split_mnist(tmp_path, data_dir):
+    table = run("split_mnist.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
+    assert "| published: EWC offline | 97.7 | 58.9 | 19.8 |" in table
+    rows = list(csv.DictReader((tmp_path / "split.csv").read_text().splitlines()))
+    assert {(row["setting"], row["method"]) for row in rows} == {
+        (setting, method)
+        for setting in ("task-incremental", "domain-incremental", "class-incremental")
+        for method in ("plain", "L2", "EWC offline", "EWC online")
+    }

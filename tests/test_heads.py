@@ -129,14 +129,14 @@ def test_heads_are_found_and_replaced():
 
 
 def test_architectures_that_cannot_say_their_outputs(anchored, tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(
+    (tmp_path / "with_head.py").write_text(
         "from torch import nn\nclass Net(nn.Sequential):\n"
         "    def __init__(self):\n        super().__init__(nn.Flatten(), nn.Linear(4, 3))\n"
     )
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ArchitectureError, match="mine:Net does not say its number of outputs"):
-        ewc.finetune("mine:Net", data(2), head="new", epochs=1, output=tmp_path / "x.pt")
-    assert ewc.finetune("mine:Net", data(2), head="new", epochs=1).model[1].out_features == 2
+    with pytest.raises(ArchitectureError, match="with_head:Net does not say its number of outputs"):
+        ewc.finetune("with_head:Net", data(2), head="new", epochs=1, output=tmp_path / "x.pt")
+    assert ewc.finetune("with_head:Net", data(2), head="new", epochs=1).model[1].out_features == 2
 
 
 @pytest.mark.parametrize("estimator", ["exact", "predicted", "empirical"])
