@@ -26,6 +26,7 @@ types: $(READY)
 # The libraries to compare with go into an environment of their own.
 bench: $(VENV)-bench/.ready
 	OMP_WAIT_POLICY=PASSIVE $(VENV)-bench/bin/python tests/benchmarks/run.py
+	OMP_WAIT_POLICY=PASSIVE $(VENV)-bench/bin/python tests/benchmarks/penalty.py
 
 clean:
 	rm -rf $(VENV) $(VENV)-bench demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

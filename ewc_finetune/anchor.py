@@ -123,6 +123,7 @@ class Anchor:
         path = Path(path)
         if not path.is_file():
             raise AnchorError(f"there is no anchor at {path}. `ewc-ft consolidate` makes one from a checkpoint")
+        _check_is_safetensors(path)
         shapes: dict[str, dict[str, torch.Size]] = {"fisher": {}, "anchor": {}, "buffer": {}}
         with opened(path) as file:
             metadata = file.metadata() or {}
@@ -244,6 +245,17 @@ def check_model(model: nn.Module, where: str) -> None:
     """Apply `check_weights` and `check_buffers` to a model."""
     check_weights(dict(model.named_parameters()), where)
     check_buffers(dict(model.named_buffers()), where)
+
+
+def _check_is_safetensors(path: Path) -> None:
+    with path.open("rb") as file:
+        head = file.read(9)
+    if not head:
+        raise AnchorError(f"{path} is empty; expected an anchor. Copy it again, or make it with `ewc-ft consolidate`")
+    if head[:2] in (b"PK", b"\x80\x02", b"\x80\x04"):
+        raise AnchorError(
+            f"{path} is a checkpoint that torch.save wrote, not an anchor. `ewc-ft consolidate {path}` makes its anchor"
+        )
 
 
 def _check_format(metadata: Mapping[str, str], path: Path) -> None:

@@ -54,7 +54,7 @@ def _reason(error: OSError, path: Path) -> str:
     if error.errno == errno.ENOENT:
         return f"the folder {path.parent} does not exist. Make it first, or choose another --output"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"no permission to write in {path.parent}. Choose another --output"
+        return f"no permission to write in {path.parent}. Choose another path"
     return error.strerror or str(error)
 
 
@@ -81,11 +81,11 @@ def check_output(path: Path, overwrite: bool, inputs: Iterable[object] = ()) -> 
     """
     for source in inputs:
         if isinstance(source, (str, Path)) and path.resolve() == Path(source).resolve():
-            raise StorageError(f"the output {path} is one of the inputs; it would be lost. Choose another --output")
+            raise StorageError(f"the output {path} is one of the inputs; it would be lost. Choose another path")
     if path.is_dir():
         raise StorageError(f"cannot write {path}: it is a folder. Name a file in it")
     if path.exists() and not overwrite:
-        raise StorageError(f"{path} exists. Choose another --output, or replace it with --overwrite")
+        raise StorageError(f"{path} exists. Choose another path, or replace it with --overwrite")
     if not path.parent.is_dir():
         raise StorageError(f"cannot write {path}: the folder {path.parent} does not exist. Make it first")
     if not os.access(path.parent, os.W_OK):

@@ -46,7 +46,7 @@ class RunFolder:
                 path.mkdir()
             except FileExistsError:
                 raise StorageError(
-                    f"the run folder {path} exists ({_status(path)}). Choose another --output, or replace it with "
+                    f"the run folder {path} exists ({_status(path)}). Choose another path, or replace it with "
                     "--overwrite"
                 ) from None
         try:

@@ -207,14 +207,21 @@ def check_together(anchors: Sequence[Anchor], growing: Collection[str] = ()) -> 
                 f"{older.label} has the likelihood {older.provenance.likelihood} and {newer.label} "
                 f"{newer.provenance.likelihood}; one penalty can't be made of both"
             )
+    for other in anchors[1:]:
+        if not set(shapes_of(other.weights)) & set(shapes_of(anchors[0].weights)):
+            raise AnchorMismatchError(
+                f"anchors of different models: {anchors[0].label} and {other.label} have no parameter in common"
+            )
     first: dict[str, tuple[Anchor, torch.Size]] = {}
     for anchor in anchors:
         for name, shape in shapes_of(anchor.fisher).items():
             other, expected = first.setdefault(name, (anchor, shape))
             if shape != expected and not (name in growing and shape[1:] == expected[1:]):
+                grown = shape[1:] == expected[1:] and not growing
+                hint = ". If the head was expanded in between, stack them with finetune --head expand" if grown else ""
                 raise AnchorMismatchError(
                     f"anchors of different models: {name} has shape {tuple(expected)} in "
-                    f"{other.label} and {tuple(shape)} in {anchor.label}"
+                    f"{other.label} and {tuple(shape)} in {anchor.label}{hint}"
                 )
 
 

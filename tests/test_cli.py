@@ -185,7 +185,12 @@ BAD = {
     "a checkpoint for an anchor": (
         ["finetune", "--anchors", "model.pt", "--data", NEW],
         1,
-        "not a whole safetensors file",
+        "`ewc-ft consolidate model.pt` makes its anchor",
+    ),
+    "outputs that are not there": (
+        ["evaluate", "model.pt", "--data", "digits?active=5-15"],
+        1,
+        "Error: digits?active=5-15: output 15 is to be active, and the model has 10 outputs",
     ),
     "a wrong shape": (
         ["finetune", "--anchors", "model.anchor.safetensors", "--data", "digits?size=9"],

@@ -34,6 +34,7 @@ def test_mnist_to_fmnist(tmp_path, data_dir):
         "none",
         "none, statistics updating",
         "exact Fisher",
+        "L2",
         "batched",
         "the notebook's, as written",
     }

@@ -51,7 +51,7 @@ def test_a_full_disk_is_named(tmp_path):
 
 def test_outputs_are_checked_before_the_work(tmp_path):
     (tmp_path / "there").write_text("")
-    with pytest.raises(StorageError, match="exists. Choose another --output, or replace it with --overwrite"):
+    with pytest.raises(StorageError, match="exists. Choose another path, or replace it with --overwrite"):
         check_output(tmp_path / "there", overwrite=False)
     check_output(tmp_path / "there", overwrite=True)
     check_output(tmp_path / "new", overwrite=False)

@@ -15,6 +15,7 @@ from ewc_finetune.curvature.diagonal import diagonal_fisher
 from ewc_finetune.errors import AnchorMismatchError, ArchitectureError, DataError, UsageError
 from ewc_finetune.heads import find_head, replace_head, with_head_of
 from ewc_finetune.likelihood import Active, Categorical, get_likelihood
+from ewc_finetune.progress import Silent
 
 ARCHITECTURE = "mlp?in_features=4&hidden=8&num_classes=3&batch_norm=false"
 
@@ -79,9 +80,15 @@ def test_an_expanded_head_holds_the_old_outputs(anchored, tmp_path):
         ewc.finetune(None, data(3), anchors=[anchored, tmp_path / "b.safetensors"])
 
 
-def test_no_new_labels_add_no_outputs(anchored):
-    done = ewc.finetune(None, data(3), anchors=anchored, head="expand", epochs=0)
+def test_what_becomes_of_the_head_is_said(anchored):
+    notes = Notes()
+    done = ewc.finetune(None, data(3), anchors=anchored, head="expand", epochs=0, progress=notes)
     assert done.model.head.out_features == 3
+    assert "head head: data has no label beyond its 3 outputs, so none is added" in notes.lines
+    done = ewc.finetune(None, data(2, offset=3), anchors=anchored, head="expand", epochs=0, progress=notes)
+    assert "head head: 2 outputs are added to 3" in notes.lines
+    done = ewc.finetune(None, data(2), anchors=anchored, head="new", epochs=0, progress=notes)
+    assert "head head: a new one, with 2 outputs in the place of 3" in notes.lines
 
 
 def test_the_rows_that_anchors_know_by_hand():
@@ -235,6 +242,9 @@ class Notes:
 
     def note(self, message):
         self.lines.append(message)
+
+    def bar(self, title, total, unit):
+        return Silent().bar(title, total, unit)
 
 
 @pytest.mark.parametrize(

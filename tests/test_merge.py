@@ -279,6 +279,20 @@ def test_inputs_are_never_overwritten(tmp_path):
         ewc.merge([a.path], output=tmp_path / "x", checkpoint=tmp_path / "x")
 
 
+def test_models_that_have_nothing_in_common():
+    with pytest.raises(AnchorMismatchError, match="have no parameter in common"):
+        ewc.merge([make_anchor(nn.Linear(2, 2), 0), make_anchor(Small(), 1)])
+    with pytest.raises(AnchorMismatchError, match="stack them with finetune --head expand"):
+        ewc.merge([make_anchor(nn.Linear(2, 2), 0), make_anchor(nn.Linear(2, 3), 1)])
+
+
+def test_layers_keep_the_order_of_the_model(tmp_path):
+    model = nn.ModuleDict({"z": nn.Linear(2, 2), "a": nn.Linear(2, 2)})
+    importance = [{"layer": n, "parameters": 6, "share": 0.5, "mean": 1.0, "max": 1.0} for n in ("z", "a")]
+    path = make_anchor(model, 0, importance=importance).save(tmp_path / "a.safetensors").path
+    assert [layer["layer"] for layer in ewc.merge(path).provenance.importance] == ["z", "a"]
+
+
 def test_too_large_for_its_numbers():
     model = nn.Linear(2, 2)
     with pytest.raises(NonFiniteError):

@@ -56,7 +56,7 @@ def merge(anchors: tuple[str, ...], output: str, arch: str | None, quiet: bool, 
     origin = merged.provenance
     importance_table(printer, origin)
     path = Path(str(merged.path))
-    printer.note(f"{path}: {len(anchors)} anchors, {path.stat().st_size:,} bytes, sha256 {merged.digest}")
+    printer.note(f"{path}: {path.stat().st_size:,} bytes, sha256 {merged.digest}")
     printer.result(
         {
             "anchor": str(path),

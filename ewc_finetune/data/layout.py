@@ -99,12 +99,18 @@ def find_layout(
         try:
             with evaluating(model), torch.no_grad(), random_state_kept(device):
                 outputs = call(model, layout.present(sample, dtype))
-            check_outputs(outputs)
         except Exception as error:  # noqa: BLE001 - a model may raise anything for an input it can't take
             _refuse_batch_statistics(model, error)
             refusals.append(f"{'flattened' if layout.flat else 'as it is'}: {str(error).partition(chr(10))[0][:200]}")
-        else:
-            return layout, tuple(outputs.shape[1:])
+            continue
+        try:
+            check_outputs(outputs)
+        except DataError as error:
+            if layout is layouts[-1]:  # nothing else is left to try, and it was not the input that was wrong
+                raise
+            refusals.append(f"{'flattened' if layout.flat else 'as it is'}: {error}"[:200])
+            continue
+        return layout, tuple(outputs.shape[1:])
     wanted = (recorded or {}).get("shape")
     if wanted and list(wanted) != list(shape):
         raise DataError(f"{name}: samples have shape {_show(shape)}; the model takes {_show(wanted)}.{_advice(wanted)}")

@@ -181,7 +181,7 @@ def finetune(
         old = find_head(start.model) if head != "shared" else None
         if old is not None:
             undoing.callback(start.model.set_submodule, *old)
-            start = _with_head(start, head, domain, seed, output is not None)
+            start = _with_head(start, head, domain, seed, output is not None, progress)
         known, outputs = start.record, None if old is None else find_head(start.model)[1].out_features
         layout = prepare(start.model, domain, domain.likelihood(rule), where, known, progress, outputs)
         watched = [
@@ -269,7 +269,7 @@ def _check_output(output: Path, overwrite: bool, inputs: Sequence[object]) -> No
         raise UsageError(f"the output {output} would stand where its run folder goes. Let it end in .pt, say")
     for source in inputs:
         if isinstance(source, (str, Path)) and folder.resolve() in Path(source).resolve().parents:
-            raise StorageError(f"{source} lies in the run folder {folder} of this output. Choose another --output")
+            raise StorageError(f"{source} lies in the run folder {folder} of this output. Choose another path")
 
 
 def _check_numbers(epochs: int, lr: float, batch_size: int, momentum: float, log_every: int) -> None:
@@ -307,12 +307,20 @@ def _start(
     return open_fresh(str(model), _sample_shape(domain), domain.count_classes(), seed), True
 
 
-def _with_head(start: Opened, head: Head, domain: Domain, seed: int, written: bool) -> Opened:
+def _with_head(start: Opened, head: Head, domain: Domain, seed: int, written: bool, progress: Progress) -> Opened:
     """Give the model the head that is asked for, and record it."""
     name, layer = find_head(start.model)
-    outputs = domain.count_classes() if head == "new" else layer.out_features
-    if head == "expand" and domain.labels is not None and len(domain.labels):
+    outputs = layer.out_features if head == "expand" else 1
+    if domain.labels is not None and len(domain.labels):
         outputs = max(outputs, int(domain.labels.max()) + 1)
+    elif head == "new":
+        outputs = domain.count_classes()
+    if head == "new":
+        progress.note(f"head {name}: a new one, with {outputs} outputs in the place of {layer.out_features}")
+    elif outputs > layer.out_features:
+        progress.note(f"head {name}: {outputs - layer.out_features} outputs are added to {layer.out_features}")
+    else:
+        progress.note(f"head {name}: {domain.name} has no label beyond its {outputs} outputs, so none is added")
     record = replace(start.record, classes=None)  # they are the old head's
     if record.architecture is not None and written and outputs != layer.out_features:
         record = replace(record, architecture=with_outputs(record.architecture, outputs))
@@ -353,7 +361,9 @@ def _classes(record: Record, domain: Domain, head: Head) -> list[str] | None:
     if head == "expand":
         return None
     known = None if domain.classes is None else list(domain.classes)
-    return known if head == "new" else record.classes or known
+    if head == "new":
+        return None if known is None or domain.labels is None else known[: int(domain.labels.max()) + 1]
+    return record.classes or known
 
 
 def _sample_shape(domain: Domain) -> tuple[int, ...]:

@@ -189,7 +189,7 @@ def _provenance(
         curvature=curvatures.pop() if len(curvatures) == 1 else "diagonal",
         constant=quadratic.constant,
         merged=merged,
-        importance=[asdict(layer) for layer in importance_by_layer(held)],
+        importance=_importance(held, newest),
         excluded=reasons,
         normalisation=newest.normalisation,
         lineage=[entry for index, entry in enumerate(every) if entry not in every[:index]],
@@ -197,6 +197,13 @@ def _provenance(
         input=newest.input,
         classes=newest.classes,
     )
+
+
+def _importance(held: Mapping[str, Tensor], newest: Provenance) -> list[dict[str, Any]]:
+    """Return the importance of each layer, in the order that the newest parent has them in."""
+    order = {layer["layer"]: number for number, layer in enumerate(newest.importance)}
+    found = [asdict(layer) for layer in importance_by_layer(held)]
+    return sorted(found, key=lambda layer: order.get(layer["layer"], len(order)))
 
 
 def _write_model(
