@@ -2,7 +2,7 @@
 
 The network is 1-100-100-100-100-1 and the loss the squared error (the gaussian likelihood). Each task shows one stretch
 of the axis and is never seen again. With the anchors of all earlier tasks stacked the network keeps every stretch;
-without, only the last.
+without, only the last, and under plain L2 (every weight alike, the best of three lambdas) not all.
 
     python examples/offline_regression.py                   about a minute on two cores
     python examples/offline_regression.py --quick           a few seconds, to see that it runs
@@ -27,7 +27,7 @@ import ewc_finetune as ewc
 from ewc_finetune.figures import save_figure
 
 EDGES = (-4.0, -2.0, 0.0, 2.0, 4.0)
-PLAIN, EWC = "plain", "offline EWC"
+PLAIN, L2, EWC = "plain", "L2", "offline EWC"
 
 
 class Run(NamedTuple):
@@ -45,7 +45,8 @@ class Run(NamedTuple):
 def main() -> None:
     options = parse_arguments()
     tasks = make_tasks(options.samples)
-    runs = {name: learn(tasks, lam, options) for name, lam in ((PLAIN, 0.0), (EWC, options.strength))}
+    strengths = {PLAIN: 0.0, L2: options.l2, EWC: options.strength}
+    runs = {name: learn(tasks, name, lam, options) for name, lam in strengths.items()}
     options.output.mkdir(parents=True, exist_ok=True)
     draw_data(tasks, options.output / "data.png")
     draw_losses(runs, options.epochs, options.output / "losses.png")
@@ -58,6 +59,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lambda", dest="strength", type=float, default=100.0, help="of every anchor (100)")
+    parser.add_argument("--l2", type=float, default=0.01, help="of every anchor, where all weights count alike (0.01)")
     parser.add_argument("--epochs", type=int, default=300, help="on each task (300)")
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate (0.05)")
     parser.add_argument("--samples", type=int, default=500, help="of each task (500)")
@@ -85,7 +87,7 @@ def make_tasks(samples: int) -> list[TensorDataset]:
     return tasks
 
 
-def learn(tasks: list[TensorDataset], lam: float, options: argparse.Namespace) -> Run:
+def learn(tasks: list[TensorDataset], name: str, lam: float, options: argparse.Namespace) -> Run:
     """Learn one task after the other, held by the anchors of those before."""
     torch.manual_seed(options.seed)
     widths = (1, 100, 100, 100, 100, 1)
@@ -111,7 +113,8 @@ def learn(tasks: list[TensorDataset], lam: float, options: argparse.Namespace) -
             for number, score in line.get("scores", {}).items() if line.get("epoch") else ():
                 run.losses[int(number)].append(squared_error(score["loss"]))
         if lam:
-            anchors.append(ewc.consolidate(model, task, likelihood="gaussian", estimator="exact"))
+            curvature = "identity" if name == L2 else "diagonal"
+            anchors.append(ewc.consolidate(model, task, likelihood="gaussian", curvature=curvature))
         run.models.append(copy.deepcopy(model))
     return run
 
@@ -148,9 +151,9 @@ def draw_data(tasks: list[TensorDataset], path: Path) -> None:
 
 
 def draw_losses(runs: dict[str, Run], epochs: int, path: Path) -> None:
-    """Draw the error on each task over all the training, with and without the penalty."""
-    figure = Figure(figsize=(10, 3.4), layout="constrained")
-    for axes, (name, run) in zip(figure.subplots(1, 2, sharey=True), runs.items(), strict=True):
+    """Draw the error on each task over all the training, each way."""
+    figure = Figure(figsize=(12, 3.4), layout="constrained")
+    for axes, (name, run) in zip(figure.subplots(1, len(runs), sharey=True), runs.items(), strict=True):
         for number, losses in enumerate(run.losses):
             axes.plot(range(1, len(losses) + 1), losses, color=f"C{number}", label=f"task {number + 1}")
         for number in range(1, len(run.losses)):
@@ -164,7 +167,7 @@ def draw_losses(runs: dict[str, Run], epochs: int, path: Path) -> None:
 
 def draw_fits(runs: dict[str, Run], tasks: list[TensorDataset], path: Path) -> None:
     """Draw what the network says of the whole axis after each task; stretches seen so far are shaded."""
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    figure = Figure(figsize=(11, 6.6), layout="constrained")
     grid = figure.subplots(len(runs), len(tasks), sharex=True, sharey=True)
     x = torch.linspace(EDGES[0], EDGES[-1], 400)[:, None]
     for row, (name, run) in zip(grid, runs.items(), strict=True):

@@ -102,13 +102,13 @@ SETTINGS = {
         Convolutional,
         3,
         {"epochs": 2, "lr": 0.01, "optimizer": "sgd", "momentum": 0.9, "batch_size": 64},
-        {"plain": (0.0,), "L2": (0.01, 0.1), "EWC": (10.0, 100.0)},
+        {"plain": (0.0,), "L2": (0.001, 0.01, 0.1), "EWC": (10.0, 100.0)},
     ),
     "ten": (
         lambda: MLP(784, (512,), 10, batch_norm=False),
         10,
         {"epochs": 10, "lr": 0.05, "optimizer": "sgd", "momentum": 0.9, "batch_size": 128, "penalty_form": "proximal"},
-        {"plain": (0.0,), "L2": (0.01,), "EWC offline": (10.0, 30.0), "EWC online": (10.0,)},
+        {"plain": (0.0,), "L2": (0.0001, 0.001), "EWC offline": (10.0, 30.0), "EWC online": (10.0, 30.0)},
     ),
 }
 
