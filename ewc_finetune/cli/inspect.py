@@ -19,7 +19,9 @@ def inspect(file: str, plot: str | None, overwrite: bool, quiet: bool, as_json: 
 
     printer = Printer(quiet, as_json)
     found = run(file, plot=plot, overwrite=overwrite)
-    printer.table(["", ""], [[key, value] for key, value in found.facts])
+    for key, value in found.facts:
+        printer.note(f"{key:<15}{value}")
+    printer.note("")
     importance_table(printer, found.provenance)
     if plot is not None:
         printer.note(f"{plot}: the importance of each layer")
