@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -64,6 +65,21 @@ class Result(NamedTuple):
     def means(self) -> list[float]:
         """Mean accuracy over the tasks so far, after each task."""
         return [statistics.mean(row) for row in self.accuracy]
+
+
+def parse_arguments(script: str, doc: str | None, samples: int, settings: Sequence[str]) -> argparse.Namespace:
+    """Read the options of an example; `samples` is the default for each task's Fisher."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--settings", nargs="+", choices=settings, default=list(settings), help="which of them (all)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a network each (0 1 2)")
+    parser.add_argument("--samples", type=int, default=samples, help=f"of each task's Fisher ({samples:,})")
+    parser.add_argument("--data-dir", type=Path, help="where MNIST lies (default: $EWC_FT_DATA)")
+    parser.add_argument("--output", type=Path, default=Path(script).with_suffix(""), help="folder")
+    parser.add_argument("--quick", action="store_true", help="little data, one seed: shows that it runs, no result")
+    options = parser.parse_args()
+    if options.quick:
+        options.seeds, options.samples = [0], 20
+    return options
 
 
 def images(data: str, split: str, folder: Path | None) -> tuple[Tensor, Tensor]:

@@ -16,10 +16,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
-from in_turn import Method, Result, Task, by_method, draw_means, images, learn_in_turn, save_rows, search, spread
+from in_turn import (
+    Method,
+    Result,
+    Task,
+    by_method,
+    draw_means,
+    images,
+    learn_in_turn,
+    parse_arguments,
+    save_rows,
+    search,
+    spread,
+)
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -29,7 +40,7 @@ TITLES = {"three": "three tasks, convolutional", "ten": "ten tasks, 512 hidden u
 
 
 def main() -> None:
-    options = parse_arguments()
+    options = parse_arguments(__file__, __doc__, 10_000, list(SETTINGS))
     options.output.mkdir(parents=True, exist_ok=True)
     for setting in options.settings:
         results = []
@@ -42,22 +53,6 @@ def main() -> None:
         (options.output / f"{setting}.md").write_text(table)
         draw_means({TITLES[setting]: by_method(results, setting)}, options.output / f"{setting}.png")
         print(f"\n{table}\nWritten to {options.output}: {setting}.csv, {setting}.md, {setting}.png")
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), help="which of the two"
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a network each (0 1 2)")
-    parser.add_argument("--samples", type=int, default=10_000, help="of each task's Fisher (10,000)")
-    parser.add_argument("--data-dir", type=Path, help="where MNIST lies (default: $EWC_FT_DATA)")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(""), help="folder")
-    parser.add_argument("--quick", action="store_true", help="little data, one seed: shows that it runs, no result")
-    options = parser.parse_args()
-    if options.quick:
-        options.seeds, options.samples = [0], 20
-    return options
 
 
 class Convolutional(nn.Sequential):

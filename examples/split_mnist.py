@@ -17,10 +17,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
-from in_turn import Method, Result, Task, by_method, draw_means, images, learn_in_turn, save_rows, search, spread
+from in_turn import (
+    Method,
+    Result,
+    Task,
+    by_method,
+    draw_means,
+    images,
+    learn_in_turn,
+    parse_arguments,
+    save_rows,
+    search,
+    spread,
+)
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -54,32 +65,19 @@ class Digits(nn.Module):
 
 
 def main() -> None:
-    options = parse_arguments()
+    options = parse_arguments(__file__, __doc__, 2_000, (TASK, DOMAIN, CLASS))
     results = []
-    for setting in (TASK, DOMAIN, CLASS):
+    for setting in options.settings:
         for result in run_setting(setting, options):
             print(f"{setting}, {result.method}, lambda {result.strength:g}, seed {result.seed}: ", end="")
             print(f"{100 * result.means[-1]:.1f}", flush=True)
             results.append(result)
     options.output.mkdir(parents=True, exist_ok=True)
     save_rows(results, options.output / "split.csv")
-    table = make_table(results)
+    table = make_table(results, options.settings)
     (options.output / "split.md").write_text(table)
-    draw_means({setting: by_method(results, setting) for setting in PUBLISHED}, options.output / "split.png")
+    draw_means({setting: by_method(results, setting) for setting in options.settings}, options.output / "split.png")
     print(f"\n{table}\nWritten to {options.output}: split.csv, split.md, split.png")
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a network each (0 1 2)")
-    parser.add_argument("--samples", type=int, default=2_000, help="of each task's Fisher (2,000)")
-    parser.add_argument("--data-dir", type=Path, help="where MNIST lies (default: $EWC_FT_DATA)")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(""), help="folder")
-    parser.add_argument("--quick", action="store_true", help="little data, one seed: shows that it runs, no result")
-    options = parser.parse_args()
-    if options.quick:
-        options.seeds, options.samples = [0], 20
-    return options
 
 
 def run_setting(setting: str, options: argparse.Namespace) -> Iterator[Result]:
@@ -114,18 +112,18 @@ def make_tasks(setting: str, options: argparse.Namespace) -> list[Task]:
     return [Task(part("train", number), part("test", number)) for number in range(5)]
 
 
-def make_table(results: Sequence[Result]) -> str:
+def make_table(results: Sequence[Result], settings: Sequence[str]) -> str:
     """Mean accuracy over the five tasks at the end, beside what is published."""
-    rows = ["| mean accuracy, % | task-incremental | domain-incremental | class-incremental |", "|---|---|---|---|"]
+    rows = [f"| mean accuracy, % | {' | '.join(settings)} |", "|---|" + "---|" * len(settings)]
     for name in LAMBDAS:
         cells = []
-        for setting in PUBLISHED:
+        for setting in settings:
             ((label, runs),) = [item for item in by_method(results, setting).items() if item[1][0].method == name]
             strength = f" ({label.partition(', ')[2]})" if ", " in label else ""
             cells.append(f"{spread([run.means[-1] for run in runs])}{strength}")
         rows.append(f"| {name} | {' | '.join(cells)} |")
     for name in ("plain", "EWC offline", "EWC online"):
-        cells = [PUBLISHED[setting].get(name, "-") for setting in PUBLISHED]
+        cells = [PUBLISHED[setting].get(name, "-") for setting in settings]
         rows.append(f"| published: {name} | {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 

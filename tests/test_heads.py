@@ -11,10 +11,11 @@ from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
 from ewc_finetune import Anchor, Penalty
+from ewc_finetune.active import Active
 from ewc_finetune.curvature.diagonal import diagonal_fisher
 from ewc_finetune.errors import AnchorMismatchError, ArchitectureError, DataError, UsageError
 from ewc_finetune.heads import find_head, replace_head, with_head_of
-from ewc_finetune.likelihood import Active, Categorical, get_likelihood
+from ewc_finetune.likelihood import Categorical, get_likelihood
 from ewc_finetune.progress import Silent
 
 ARCHITECTURE = "mlp?in_features=4&hidden=8&num_classes=3&batch_norm=false"

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
+from ewc_finetune.active import Active
 from ewc_finetune.errors import DataError
 from ewc_finetune.inputs import Inputs, is_inputs, take
-from ewc_finetune.likelihood import Active, Likelihood
+from ewc_finetune.likelihood import Likelihood
 
 # Inputs and labels; every kind of data may come without labels.
 Batch = tuple[Inputs, Tensor | None]

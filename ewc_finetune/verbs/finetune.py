@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from ewc_finetune.anchor import Anchor
-from ewc_finetune.checkpoint.architecture import FORMS, looks_like_architecture, with_outputs
+from ewc_finetune.checkpoint.architecture import FORMS, looks_like_architecture
 from ewc_finetune.checkpoint.opening import Opened, open_checkpoint, open_fresh, open_model
 from ewc_finetune.checkpoint.state_dict import Record, from_anchor, save_checkpoint
 from ewc_finetune.choices import (
@@ -39,8 +38,7 @@ from ewc_finetune.devices import choose_device, on_device, random_state_kept
 from ewc_finetune.errors import CheckpointError, StorageError, UsageError
 from ewc_finetune.figures import draw_run
 from ewc_finetune.files import beside, check_output
-from ewc_finetune.heads import find_head, replace_head
-from ewc_finetune.inputs import tensors
+from ewc_finetune.heads import find_head
 from ewc_finetune.likelihood import Likelihood, get_likelihood
 from ewc_finetune.modes import normalisation_layers
 from ewc_finetune.penalty import Penalty
@@ -51,6 +49,7 @@ from ewc_finetune.runs import RunFolder
 from ewc_finetune.stack import lineage_of, of_one_head, remarks, spread_lambdas
 from ewc_finetune.training import Schedule, train
 from ewc_finetune.verbs.evaluate import Score
+from ewc_finetune.verbs.head import class_names, give_head, head_names
 from ewc_finetune.verbs.journal import Journal
 from ewc_finetune.verbs.prepare import prepare
 
@@ -181,7 +180,7 @@ def finetune(
         old = find_head(start.model) if head != "shared" else None
         if old is not None:
             undoing.callback(start.model.set_submodule, *old)
-            start = _with_head(start, head, domain, seed, output is not None, progress)
+            start = give_head(start, head, domain, seed, output is not None, progress)
         known, outputs = start.record, None if old is None else find_head(start.model)[1].out_features
         layout = prepare(start.model, domain, domain.likelihood(rule), where, known, progress, outputs)
         watched = [
@@ -189,14 +188,14 @@ def finetune(
             for watch in _watched(eval_on, data, domain, stacked, data_dir, progress, head)
         ]
         held = of_one_head(stacked, known.head)
-        growing = _names(old) if head == "expand" else ()
+        growing = head_names(old) if head == "expand" else ()
         penalty = Penalty(start.model, held, strengths, penalty_form, lineage, growing=growing) if stacked else None
         _say(progress, start, stacked, strengths, penalty, policy, fresh)
         _warn_of_overshooting(progress, penalty, schedule)
         record = Record(
             architecture=known.architecture,
             input=layout.to_json(),
-            classes=_classes(known, domain, head),
+            classes=class_names(known, domain, head),
             head=known.head,
             lineage=known.lineage + [e for e in lineage_of(stacked, strengths) if e not in known.lineage],
             frozen=known.frozen,
@@ -307,63 +306,12 @@ def _start(
     return open_fresh(str(model), _sample_shape(domain), domain.count_classes(), seed), True
 
 
-def _with_head(start: Opened, head: Head, domain: Domain, seed: int, written: bool, progress: Progress) -> Opened:
-    """Give the model the head that is asked for, and record it."""
-    name, layer = find_head(start.model)
-    outputs = layer.out_features if head == "expand" else 1
-    if domain.labels is not None and len(domain.labels):
-        outputs = max(outputs, int(domain.labels.max()) + 1)
-    elif head == "new":
-        outputs = domain.count_classes()
-    if head == "new":
-        progress.note(f"head {name}: a new one, with {outputs} outputs in the place of {layer.out_features}")
-    elif outputs > layer.out_features:
-        progress.note(f"head {name}: {outputs - layer.out_features} outputs are added to {layer.out_features}")
-    else:
-        progress.note(f"head {name}: {domain.name} has no label beyond its {outputs} outputs, so none is added")
-    record = replace(start.record, classes=None)  # they are the old head's
-    if record.architecture is not None and written and outputs != layer.out_features:
-        record = replace(record, architecture=with_outputs(record.architecture, outputs))
-    with random_state_kept(torch.device("cpu"), seed):
-        replace_head(start.model, outputs, keep=head == "expand")
-    if head == "new":
-        names = _names((name, layer))
-        record = replace(
-            record,
-            frozen=[parameter for parameter in record.frozen if parameter not in names],
-            head={"parameters": list(names), "id": _head_id(start, domain, seed)},
-        )
-    return replace(start, record=record)
-
-
-def _names(head: tuple[str, nn.Linear] | None) -> tuple[str, ...]:
-    return () if head is None else tuple(f"{head[0]}.{name}" for name, _ in head[1].named_parameters())
-
-
-def _head_id(start: Opened, domain: Domain, seed: int) -> str:
-    """Return what tells one new head from another: what it was put on, for what data, and its seed."""
-    digest = hashlib.sha256(repr((start.sha256, start.record.lineage, domain.name, domain.size, seed)).encode())
-    for tensor in tensors(domain.first()):
-        digest.update(repr(tensor.flatten().tolist()).encode())
-    return digest.hexdigest()
-
-
 def _known(record: Record, anchors: Sequence[Anchor]) -> Record:
     """Return what is known of the model: one that was passed in knows nothing of its data, but its anchors do."""
     if anchors and not record.input:
         origin = anchors[-1].provenance
         return replace(record, input=origin.input, classes=origin.classes, head=origin.head)
     return record
-
-
-def _classes(record: Record, domain: Domain, head: Head) -> list[str] | None:
-    """Return the names of the outputs, where all of them are known."""
-    if head == "expand":
-        return None
-    known = None if domain.classes is None else list(domain.classes)
-    if head == "new":
-        return None if known is None or domain.labels is None else known[: int(domain.labels.max()) + 1]
-    return record.classes or known
 
 
 def _sample_shape(domain: Domain) -> tuple[int, ...]:

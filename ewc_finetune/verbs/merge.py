@@ -117,12 +117,12 @@ def _online(anchors: Sequence[Anchor], lambdas: Sequence[float]) -> Quadratic:
     check_together(anchors)
     found = Quadratic({}, {}, {})
     for name in dict.fromkeys(name for anchor in anchors for name in anchor.fisher):
-        parts = [(a.fisher[name], lam) for a, lam in zip(anchors, lambdas, strict=True) if name in a.fisher]
-        total = parts[0][0].double() * parts[0][1]
-        for fisher, lam in parts[1:]:
-            total.add_(fisher.double(), alpha=lam)
-        found.curvature[name] = total.float()
         found.centre[name] = next(a.weights for a in reversed(anchors) if name in a.weights)[name]
+        total = torch.zeros_like(found.centre[name], dtype=torch.float64)
+        for anchor, lam in zip(anchors, lambdas, strict=True):
+            if name in anchor.fisher:
+                total.add_(anchor.fisher[name].double(), alpha=lam)
+        found.curvature[name] = total.float()
     return found
 
 
