@@ -22,7 +22,7 @@ from ewc_finetune.tensor_file import shapes_of
 
 # Tensors are worked on in pieces of so many numbers: on the CPU what is made on the way stays near the cache, on an
 # accelerator they are as many as one fused call should take.
-_CPU_PIECE = 1 << 20
+_CPU_PIECE = 1 << 18
 _ACCELERATOR_PIECE = 1 << 26
 
 
@@ -238,10 +238,9 @@ def _add(every: Sequence[_Held], scale: float | Tensor) -> None:
     pieces = ((*piece, g) for held in trained for piece, g in zip(held.pieces(), held.gradients(), strict=True))
     for thetas, curvatures, centres, gradients in _together(pieces):
         pull = torch._foreach_sub(_as(thetas, centres), centres)
-        torch._foreach_mul_(pull, curvatures)
         if isinstance(scale, Tensor) or scale != 1:
             torch._foreach_mul_(pull, scale)
-        torch._foreach_add_(gradients, pull)
+        torch._foreach_addcmul_(gradients, curvatures, pull)
 
 
 @torch.no_grad()
@@ -249,11 +248,13 @@ def _move(every: Sequence[tuple[_Held, float]]) -> None:
     trained = ((held, lr) for held, lr in every if held.parameter.requires_grad)
     pieces = ((*piece, lr) for held, lr in trained for piece in held.pieces())
     for thetas, curvatures, centres, rates in _together(pieces):
-        share = torch._foreach_mul(curvatures, rates)
-        torch._foreach_div_(share, torch._foreach_add(share, 1.0))
+        stays = torch._foreach_mul(curvatures, rates)
+        torch._foreach_add_(stays, 1.0)
+        torch._foreach_reciprocal_(stays)
         moved = _as(thetas, centres)
         # Where the curvature is 0 this leaves the parameter to the bit.
-        torch._foreach_lerp_(moved, centres, share)
+        for theta, centre, share in zip(moved, centres, stays, strict=True):
+            torch.lerp(centre, theta, share, out=theta)
         if moved is not thetas:
             torch._foreach_copy_(thetas, moved)
 
