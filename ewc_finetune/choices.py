@@ -29,6 +29,10 @@ LINEAGES: tuple[Lineage, ...] = get_args(Lineage)
 Head = Literal["shared", "new", "expand"]
 HEADS: tuple[Head, ...] = get_args(Head)
 
+# Of anchors that are merged; a new head's is left out as it is.
+MergedHead = Literal["shared", "expand"]
+MERGED_HEADS: tuple[MergedHead, ...] = get_args(MergedHead)
+
 Curvature = Literal["diagonal", "identity"]
 CURVATURES: tuple[Curvature, ...] = get_args(Curvature)
 

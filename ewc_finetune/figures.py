@@ -9,14 +9,17 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from ewc_finetune.errors import UsageError
 from ewc_finetune.files import atomic_write
+
+FORMATS = ("png", "pdf", "svg")
 
 
 def draw_run(path: Path, history: Sequence[Mapping[str, Any]], title: str) -> None:
     """Draw a run: loss and penalty over the steps, accuracy on every domain over the epochs.
 
     Args:
-        path: The PNG file to write.
+        path: The file to write, in the format that it ends in.
         history: The lines of `metrics.jsonl`.
         title: One line above the figure.
     """
@@ -59,18 +62,30 @@ def draw_run(path: Path, history: Sequence[Mapping[str, Any]], title: str) -> No
     save_figure(path, figure)
 
 
+def figure_format(path: Path) -> str:
+    """Return the format that a figure's file has by its name.
+
+    Raises:
+        UsageError: if it is none of `FORMATS`.
+    """
+    ending = path.suffix[1:].lower()
+    if ending not in FORMATS:
+        raise UsageError(f"the figure {path} should end in .{', .'.join(FORMATS)}")
+    return ending
+
+
 def save_figure(path: Path, figure: Figure) -> None:
-    """Write a figure as PNG."""
+    """Write a figure in the format that its name ends in."""
     with atomic_write(path) as temporary:
         FigureCanvasAgg(figure)
-        figure.savefig(temporary, format="png", dpi=120)
+        figure.savefig(temporary, format=figure_format(path), dpi=120)
 
 
 def draw_importance(path: Path, layers: Sequence[Mapping[str, Any]], title: str) -> None:
     """Draw a bar for each layer's share of the curvature, first layer on top.
 
     Args:
-        path: The PNG file to write.
+        path: The file to write, in the format that it ends in.
         layers: Of each, `layer` and `share`.
         title: One line above the figure.
     """

@@ -96,8 +96,7 @@ def collapse(
     found = Quadratic({}, {}, {})
     for name in dict.fromkeys(name for anchor, _, _ in stacked for name in anchor.fisher):
         holding = [part for part in stacked if name in part[0].fisher]
-        shape = max((shapes_of(anchor.fisher)[name] for anchor, _, _ in holding), key=torch.Size.numel)
-        base = next(at for _, at, _ in reversed(stacked) if shapes_of(at.weights).get(name) == shape)
+        base = newest_whole([at for _, at, _ in stacked], [anchor for anchor, _, _ in holding], name)
         newest = base.weights[name]
         wide = newest.dtype == torch.float64
         newest = newest.double()
@@ -125,6 +124,21 @@ def collapse(
     for anchor in useless.values():
         refuse_zero(anchor)
     return found
+
+
+def newest_whole(anchors: Sequence[Anchor], holding: Sequence[Anchor], name: str) -> Anchor:
+    """Return the newest of the anchors that has all rows of a parameter that those holding it know."""
+    shape = max((shapes_of(anchor.fisher)[name] for anchor in holding), key=torch.Size.numel)
+    return next(anchor for anchor in reversed(anchors) if shapes_of(anchor.weights).get(name) == shape)
+
+
+def grown_parameters(anchors: Sequence[Anchor]) -> set[str]:
+    """Return the parameters of which some anchors know more rows than others, and that are alike otherwise."""
+    shapes: dict[str, set[torch.Size]] = {}
+    for anchor in anchors:
+        for name, shape in shapes_of(anchor.fisher).items():
+            shapes.setdefault(name, set()).add(shape)
+    return {name for name, known in shapes.items() if len(known) > 1 and len({shape[1:] for shape in known}) == 1}
 
 
 def of_one_head(anchors: Sequence[Anchor], head: Mapping[str, Any] | None) -> list[Anchor]:
@@ -218,7 +232,7 @@ def check_together(anchors: Sequence[Anchor], growing: Collection[str] = ()) -> 
             other, expected = first.setdefault(name, (anchor, shape))
             if shape != expected and not (name in growing and shape[1:] == expected[1:]):
                 grown = shape[1:] == expected[1:] and not growing
-                hint = ". If the head was expanded in between, stack them with finetune --head expand" if grown else ""
+                hint = ". If the head was expanded in between, add --head expand" if grown else ""
                 raise AnchorMismatchError(
                     f"anchors of different models: {name} has shape {tuple(expected)} in "
                     f"{other.label} and {tuple(shape)} in {anchor.label}{hint}"

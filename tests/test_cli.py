@@ -500,6 +500,9 @@ def test_merge_and_inspect(ewc_ft, two):
     assert document["tensors"]["fisher"]["numbers"] == document["tensors"]["anchor"]["numbers"]
     ewc_ft("merge", *both, "--output", "both.safetensors", expect=1)
     ewc_ft("inspect", "both.safetensors", "--plot", "both.png", expect=1)
+    ewc_ft("inspect", "both.safetensors", "--plot", "both.pdf")
+    assert (two / "both.pdf").read_bytes().startswith(b"%PDF")
+    assert "should end in .png, .pdf, .svg" in ewc_ft("inspect", "both.safetensors", "--plot", "both", expect=2).stderr
     ewc_ft("inspect", "model.pt", expect=1)
     ewc_ft("merge", "--output", "none.safetensors", expect=2)
 
@@ -571,7 +574,7 @@ def test_likelihoods_that_contradict_each_other(ewc_ft, start):
 
 @pytest.mark.parametrize("stage", ["ewc_finetune.verbs.merge.collapse", "ewc_finetune.files.os.fsync"])
 def test_an_interrupted_merge_leaves_no_file(ewc_ft, start, monkeypatch, stage):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(stage, interrupted)

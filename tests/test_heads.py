@@ -77,6 +77,18 @@ def test_an_expanded_head_holds_the_old_outputs(anchored, tmp_path):
         None, data(1, offset=5), anchors=[anchored, tmp_path / "b.safetensors"], head="expand", epochs=1
     )
     assert both.model.head.out_features == 6
+    merged = ewc.merge(
+        [anchored, tmp_path / "b.safetensors"],
+        head="expand",
+        output=tmp_path / "c.safetensors",
+        checkpoint=tmp_path / "c.pt",
+    )
+    assert merged.weights["head.weight"].shape == (5, 8)
+    state = torch.load(tmp_path / "c.pt", weights_only=True)
+    assert torch.equal(state["head.weight"], merged.weights["head.weight"])
+    assert torch.equal(state["head.weight"][3:], model.head.weight[3:])
+    again = ewc.finetune(None, data(1, offset=5), anchors=merged, head="expand", epochs=0)
+    assert again.model.head.out_features == 6
     with pytest.raises(AnchorMismatchError, match=r"head.bias has shape \(3,\) in the anchor and \(5,\)"):
         ewc.finetune(None, data(3), anchors=[anchored, tmp_path / "b.safetensors"])
 
@@ -105,6 +117,14 @@ def test_the_rows_that_anchors_know_by_hand():
                 f = anchor.fisher[name].double()
                 expected += (f * (p[: len(f)].double() - anchor.weights[name].double()) ** 2).sum().item()
         assert penalty.value() == pytest.approx(expected, rel=1e-5)
+    merged = Penalty(model, ewc.merge(anchors, lambdas=[2.0, 2.0], head="expand"), 1.0, growing=names)
+    assert merged.value() == pytest.approx(expected, rel=1e-5)
+    running = ewc.merge(anchors, online=True, gamma=0.5, head="expand")
+    torch.testing.assert_close(
+        running.fisher["bias"][:2], 0.5 * anchors[0].fisher["bias"] + anchors[1].fisher["bias"][:2]
+    )
+    torch.testing.assert_close(running.fisher["bias"][2:], anchors[1].fisher["bias"][2:])
+    assert torch.equal(running.weights["weight"], anchors[1].weights["weight"])
     with pytest.raises(AnchorMismatchError, match="give it --head new or expand"):
         Penalty(model, anchors[0], 1.0)
     free = Penalty(model, anchors[0].without(names), 1.0)

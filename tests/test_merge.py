@@ -279,10 +279,28 @@ def test_inputs_are_never_overwritten(tmp_path):
         ewc.merge([a.path], output=tmp_path / "x", checkpoint=tmp_path / "x")
 
 
+@pytest.mark.parametrize("failing", ["anchor.save_file", "anchor._sort_metadata", "checkpoint.state_dict.torch.save"])
+def test_an_interrupted_merge_leaves_neither_anchor_nor_checkpoint(tmp_path, monkeypatch, failing):
+    data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.arange(8) % 3)
+    start = ewc.finetune("mlp?in_features=4&num_classes=3&hidden=4", data, epochs=0, output=tmp_path / "m.pt")
+    a = ewc.consolidate(start.output, data, output=tmp_path / "a.safetensors").path
+    (tmp_path / "model.pt").write_text("earlier")
+    before = sorted(tmp_path.iterdir())
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"ewc_finetune.{failing}", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ewc.merge(a, output=tmp_path / "c.safetensors", checkpoint=tmp_path / "model.pt", overwrite=True)
+    assert sorted(tmp_path.iterdir()) == before
+    assert (tmp_path / "model.pt").read_text() == "earlier"
+
+
 def test_models_that_have_nothing_in_common():
     with pytest.raises(AnchorMismatchError, match="have no parameter in common"):
         ewc.merge([make_anchor(nn.Linear(2, 2), 0), make_anchor(Small(), 1)])
-    with pytest.raises(AnchorMismatchError, match="stack them with finetune --head expand"):
+    with pytest.raises(AnchorMismatchError, match="If the head was expanded in between, add --head expand"):
         ewc.merge([make_anchor(nn.Linear(2, 2), 0), make_anchor(nn.Linear(2, 3), 1)])
 
 

@@ -6,10 +6,11 @@ torch keeps its own version numbers in: the file stays a plain state dict, for `
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,21 @@ def save_checkpoint(
 ) -> None:
     """Write the model as a state dict that carries `record`; the same model gives the same bytes.
 
+    Args: see `checkpoint_at`.
+
+    Raises:
+        StorageError: if it cannot be written.
+    """
+    with checkpoint_at(path, model, record, dtypes):
+        pass
+
+
+@contextlib.contextmanager
+def checkpoint_at(
+    path: Path, model: nn.Module, record: Record, dtypes: Mapping[str, torch.dtype] | None = None
+) -> Iterator[None]:
+    """Write a checkpoint that appears at its path once the block has succeeded, and else leaves nothing.
+
     Args:
         path: The file.
         model: On any device.
@@ -165,14 +181,16 @@ def save_checkpoint(
     state = OrderedDict((name, copies.get(id(value), value)) for name, value in state.items())
     state._metadata = metadata  # type: ignore[attr-defined]
     metadata[_KEY] = asdict(record)
-    with atomic_write(path) as temporary, temporary.open("wb") as file:
-        try:
-            # To an open file: given a path, torch would write the temporary name into the archive.
-            torch.save(state, file)
-        except RuntimeError as error:
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None  # torch's writer hides what the system said
-            raise StorageError(f"cannot write {path}: {error}. Nothing was left behind") from error
+    with atomic_write(path) as temporary:
+        with temporary.open("wb") as file:
+            try:
+                # To an open file: given a path, torch would write the temporary name into the archive.
+                torch.save(state, file)
+            except RuntimeError as error:
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None  # torch's writer hides what the system said
+                raise StorageError(f"cannot write {path}: {error}. Nothing was left behind") from error
+        yield
 
 
 def _is_safetensors(path: Path) -> bool:

@@ -9,7 +9,9 @@ from ewc_finetune.cli.command import Command, printing_options
 
 @click.command(cls=Command)
 @click.argument("file", type=click.Path(dir_okay=False))
-@click.option("--plot", type=click.Path(dir_okay=False), help="Draw the importance of each layer as a PNG file.")
+@click.option(
+    "--plot", type=click.Path(dir_okay=False), help="Draw the importance of each layer: a .png, .pdf or .svg."
+)
 @click.option("--overwrite", is_flag=True, help="Replace that file if it exists.")
 @printing_options
 def inspect(file: str, plot: str | None, overwrite: bool, quiet: bool, as_json: bool) -> None:

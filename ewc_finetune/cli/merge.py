@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ewc_finetune.choices import LINEAGES
+from ewc_finetune.choices import LINEAGES, MERGED_HEADS
 from ewc_finetune.cli.command import Command, printing_options
 
 
@@ -33,6 +33,13 @@ from ewc_finetune.cli.command import Command, printing_options
     default="all",
     show_default=True,
     help="Of an anchor that had a part in a newer one: its own weights count, or the newest it had a part in.",
+)
+@click.option(
+    "--head",
+    type=click.Choice(MERGED_HEADS),
+    default="shared",
+    show_default=True,
+    help="expand: the last layer got more outputs from one to the next, and older anchors hold the first ones.",
 )
 @click.option("--name", help="What to call the merged anchor.  [default: the names, joined by +]")
 @click.option(

@@ -8,7 +8,7 @@ from typing import Any
 
 from ewc_finetune.anchor import Anchor
 from ewc_finetune.curvature.importance import importance_by_layer
-from ewc_finetune.figures import draw_importance
+from ewc_finetune.figures import draw_importance, figure_format
 from ewc_finetune.files import check_output
 from ewc_finetune.provenance import Provenance
 from ewc_finetune.tensor_file import shapes_of
@@ -79,13 +79,14 @@ def inspect(file: str | Path, *, plot: str | Path | None = None, overwrite: bool
 
     Args:
         file: The anchor.
-        plot: PNG file to draw the importance of each layer in.
+        plot: File to draw the importance of each layer in: `.png`, `.pdf`, `.svg`.
         overwrite: Whether that file may be replaced.
 
     Raises:
         EwcError: naming what is wrong with the file.
     """
     if plot is not None:
+        figure_format(Path(plot))
         check_output(Path(plot), overwrite, [file])
     anchor = Anchor.open(file, digest=False)
     origin = anchor.provenance

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ewc_finetune._version import __version__
 from ewc_finetune.anchor import Anchor, validate
 from ewc_finetune.checkpoint.opening import open_checkpoint
-from ewc_finetune.checkpoint.state_dict import from_anchor, save_checkpoint
-from ewc_finetune.choices import LINEAGES, Lineage, check_choice
+from ewc_finetune.checkpoint.state_dict import Record, checkpoint_at, from_anchor
+from ewc_finetune.choices import LINEAGES, MERGED_HEADS, Lineage, MergedHead, check_choice
 from ewc_finetune.curvature.importance import importance_by_layer
 from ewc_finetune.errors import NonFiniteError, StorageError, UsageError
 from ewc_finetune.files import check_output
 from ewc_finetune.precision import wide
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.provenance import Provenance
-from ewc_finetune.stack import Quadratic, check_together, collapse, lineage_of, of_one_head, remarks, spread_lambdas
+from ewc_finetune.stack import (
+    Quadratic,
+    check_together,
+    collapse,
+    grown_parameters,
+    lineage_of,
+    newest_whole,
+    of_one_head,
+    remarks,
+    spread_lambdas,
+)
 
 
 def merge(
@@ -32,6 +43,7 @@ def merge(
     online: bool = False,
     gamma: float = 1.0,
     lineage: Lineage = "all",
+    head: MergedHead = "shared",
     name: str | None = None,
     output: str | Path | None = None,
     checkpoint: str | Path | None = None,
@@ -52,6 +64,8 @@ def merge(
             newest one's weights for the centre (Schwarz et al. 2018, "Progress & compress").
         gamma: How much of the older curvature stays at each newer anchor, 0 to 1; `online` alone.
         lineage: See `collapse`; offline alone.
+        head: `expand` for anchors of which the last layer got more outputs from one to the next: those of fewer
+            outputs hold the first ones. What one anchor alone knows of a layer that was replaced is left out anyway.
         name: What to call it; the parents' names joined by `+` unless given.
         output: File to save the anchor to; not saved unless given.
         checkpoint: File to write the centre to as a model, in the format of the newest parent's checkpoint.
@@ -67,11 +81,10 @@ def merge(
     """
     progress = progress or Silent()
     check_choice("lineage", lineage, LINEAGES)
+    check_choice("head", head, MERGED_HEADS)
     given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
     if not given:
         raise UsageError("there is nothing to merge; name one anchor or more")
-    if architecture is not None and checkpoint is None:
-        raise UsageError("an architecture is for the checkpoint, and none is to be written; name one with --checkpoint")
     if not 0 <= gamma <= 1:
         raise UsageError(f"gamma is {gamma}; expected 0 to 1")
     if gamma != 1 and not online:
@@ -81,12 +94,9 @@ def merge(
     strengths = spread_lambdas(lambdas, len(given))
     if not any(strengths):
         raise UsageError("every lambda is 0, so nothing would be left")
-    written = [Path(path) for path in (output, checkpoint) if path is not None]
-    sources = [item.path if isinstance(item, Anchor) else item for item in given]
-    for path in written:
-        check_output(path, overwrite, sources)
-    if len(written) == 2 and written[0].resolve() == written[1].resolve():
-        raise StorageError(f"the anchor and the checkpoint cannot both be {written[0]}")
+    if architecture is not None and checkpoint is None:
+        raise UsageError("an architecture is for the checkpoint, and none is to be written; name one with --checkpoint")
+    _check_outputs([output, checkpoint], overwrite, given)
     parents = [anchor if isinstance(anchor, Anchor) else Anchor.open(anchor) for anchor in given]
     for remark in [r for parent in parents for r in parent.remarks] + remarks(parents, "latest" if online else lineage):
         progress.note(remark)
@@ -95,7 +105,11 @@ def merge(
         strengths = [lam * gamma ** (len(parents) - 1 - k) for k, lam in enumerate(strengths)]
     used = [(parent, lam) for parent, lam in zip(parents, strengths, strict=True) if lam > 0]
     parents, strengths = [parent for parent, _ in used], [lam for _, lam in used]
-    quadratic = _online(parents, strengths) if online else collapse(parents, strengths, lineage)
+    growing = grown_parameters(parents) if head == "expand" else set()
+    if online:
+        quadratic = _online(parents, strengths, growing)
+    else:
+        quadratic = collapse(parents, strengths, lineage, growing=growing)
     if not all(map(math.isfinite, quadratic.constant.values())):
         raise NonFiniteError("the sum of the curvatures is too large for its numbers; use smaller lambdas")
     merged = Anchor(
@@ -105,23 +119,41 @@ def merge(
         provenance=_provenance(parents, strengths, quadratic, name, online, gamma, lineage),
     )
     validate(merged)
+    with contextlib.ExitStack() as both_or_none:
+        if checkpoint is not None:
+            model, record = _model(merged, parents, strengths, architecture)
+            both_or_none.enter_context(checkpoint_at(Path(checkpoint), model, record))
+        if output is not None:
+            merged = merged.save(output)
     if checkpoint is not None:
-        _write_model(merged, parents, strengths, Path(checkpoint), architecture)
         progress.note(f"{checkpoint}: the centre of the stack as a model, with the buffers of {parents[-1].label}")
-    return merged if output is None else merged.save(output)
+    return merged
 
 
-def _online(anchors: Sequence[Anchor], lambdas: Sequence[float]) -> Quadratic:
+def _check_outputs(
+    outputs: Sequence[str | Path | None], overwrite: bool, anchors: Sequence[Anchor | str | Path]
+) -> None:
+    written = [Path(path) for path in outputs if path is not None]
+    sources = [item.path if isinstance(item, Anchor) else item for item in anchors]
+    for path in written:
+        check_output(path, overwrite, sources)
+    if len({path.resolve() for path in written}) < len(written):
+        raise StorageError(f"the anchor and the checkpoint cannot both be {written[0]}")
+
+
+def _online(anchors: Sequence[Anchor], lambdas: Sequence[float], growing: Collection[str]) -> Quadratic:
     """Sum the curvatures at the newest weights; `lambdas` say what is left of each. Accumulated in float64."""
     anchors = of_one_head(anchors, anchors[-1].provenance.head)
-    check_together(anchors)
+    check_together(anchors, growing)
     found = Quadratic({}, {}, {})
     for name in dict.fromkeys(name for anchor in anchors for name in anchor.fisher):
-        found.centre[name] = next(a.weights for a in reversed(anchors) if name in a.weights)[name]
+        holding = [anchor for anchor in anchors if name in anchor.fisher]
+        found.centre[name] = newest_whole(anchors, holding, name).weights[name]
         total = torch.zeros_like(found.centre[name], dtype=torch.float64)
         for anchor, lam in zip(anchors, lambdas, strict=True):
             if name in anchor.fisher:
-                total.add_(anchor.fisher[name].double(), alpha=lam)
+                fisher = anchor.fisher[name].double()
+                total[slice(len(fisher)) if name in growing else ...] += fisher.mul_(lam)
         found.curvature[name] = total.float()
     return found
 
@@ -206,13 +238,12 @@ def _importance(held: Mapping[str, Tensor], newest: Provenance) -> list[dict[str
     return sorted(found, key=lambda layer: order.get(layer["layer"], len(order)))
 
 
-def _write_model(
-    merged: Anchor, parents: Sequence[Anchor], lambdas: Sequence[float], path: Path, architecture: str | None
-) -> None:
-    """Write the centre as a checkpoint, each tensor in the dtype that the newest parent has it in."""
+def _model(
+    merged: Anchor, parents: Sequence[Anchor], lambdas: Sequence[float], architecture: str | None
+) -> tuple[nn.Module, Record]:
+    """Return the centre as a model, each tensor in the dtype that the newest parent has it in, and its record."""
     newest = parents[-1].weights
     found = from_anchor(merged)
     state = {name: t.to(newest[name].dtype) if name in newest else t for name, t in found.state.items()}
     opened = open_checkpoint(replace(found, state=state), architecture)
-    record = replace(opened.record, lineage=lineage_of(parents, lambdas))
-    save_checkpoint(path, opened.model, record)
+    return opened.model, replace(opened.record, lineage=lineage_of(parents, lambdas))
