@@ -33,6 +33,7 @@ class Method(NamedTuple):
         name: What to call it.
         strength: Lambda of every anchor; 0 is plain training.
         curvature: `diagonal` (EWC) or `identity` (L2).
+        form: Of the penalty, `gradient` or `proximal`.
         online: Whether the anchors are merged into a running one, or stacked.
         gamma: What stays of the older curvature; online alone.
     """
@@ -40,8 +41,21 @@ class Method(NamedTuple):
     name: str
     strength: float
     curvature: str = "diagonal"
+    form: str = "gradient"
     online: bool = False
     gamma: float = 1.0
+
+    @classmethod
+    def named(cls, name: str, strength: float) -> Method:
+        """Return the method that a name stands for: `plain`, `L2` or `EWC`, with `online` or `proximal` behind it."""
+        kind, *words = name.replace(",", "").split()
+        return cls(
+            name,
+            strength,
+            curvature="identity" if kind == "L2" else "diagonal",
+            form="proximal" if "proximal" in words else "gradient",
+            online="online" in words,
+        )
 
 
 class Result(NamedTuple):
@@ -111,7 +125,8 @@ def learn_in_turn(
     accuracy = []
     for number, task in enumerate(tasks):
         select(number)
-        ewc.finetune(model, task.train, anchors=anchors, lambdas=method.strength, eval_on=[], **training)
+        held = {"anchors": anchors, "lambdas": method.strength, "penalty_form": method.form}
+        ewc.finetune(model, task.train, eval_on=[], **held, **training)
         if method.strength and number + 1 < len(tasks):
             fisher = {"samples": samples, "estimator": "exact"} if method.curvature == "diagonal" else {}
             anchor = ewc.consolidate(model, task.train, curvature=method.curvature, **fisher)
@@ -138,15 +153,14 @@ def search(
 
     Args:
         setting: Which experiment.
-        ranges: Lambdas by the method's name: `plain`, `L2`, `EWC`, `EWC offline` or `EWC online`.
+        ranges: Lambdas by the method's name (`Method.named`).
         seeds: One or more.
         run: Gives the accuracies of a method with a seed.
     """
     for name, lambdas in ranges.items():
 
         def result(strength: float, seed: int, name: str = name) -> Result:
-            method = Method(name, strength, "identity" if name == "L2" else "diagonal", name == "EWC online")
-            return Result(setting, name, strength, seed, run(method, seed))
+            return Result(setting, name, strength, seed, run(Method.named(name, strength), seed))
 
         tried = []
         for strength in lambdas:
