@@ -1,7 +1,7 @@
 """Permuted MNIST: every task shuffles the pixels in a way of its own.
 
 Three tasks with a small convolutional network (10 and 20 maps of 5 by 5, dropout, 320-50-10), two epochs each, SGD 0.01
-with momentum 0.9: plain, and L2 and EWC in both forms of the penalty. Ten tasks with one hidden layer of 512, ten epochs
+with momentum 0.9: plain, and L2 and EWC in both forms of the penalty. Ten tasks with a hidden layer of 512, ten epochs
 each, SGD 0.1 with momentum 0.9: plain, and in the proximal form L2, stacked anchors (offline) and a running one
 (online). Published baselines report 0.83 for EWC on ten tasks, the original paper about 0.94.
 
