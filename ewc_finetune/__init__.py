@@ -20,7 +20,7 @@ from ewc_finetune._version import __version__
 if TYPE_CHECKING:
     from ewc_finetune.anchor import Anchor
     from ewc_finetune.curvature.check import check_rule
-    from ewc_finetune.curvature.diagonal import diagonal_fisher
+    from ewc_finetune.curvature.fisher import compute_fisher
     from ewc_finetune.curvature.rules import register_rule
     from ewc_finetune.errors import EwcError
     from ewc_finetune.penalty import Penalty
@@ -41,8 +41,8 @@ __all__ = [
     "Score",
     "__version__",
     "check_rule",
+    "compute_fisher",
     "consolidate",
-    "diagonal_fisher",
     "evaluate",
     "finetune",
     "inspect",
@@ -60,7 +60,7 @@ _HOMES = {
     "Score": "verbs.evaluate",
     "check_rule": "curvature.check",
     "consolidate": "verbs.consolidate",
-    "diagonal_fisher": "curvature.diagonal",
+    "compute_fisher": "curvature.fisher",
     "evaluate": "verbs.evaluate",
     "finetune": "verbs.finetune",
     "inspect": "verbs.inspect",

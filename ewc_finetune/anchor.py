@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ewc_finetune.errors import AnchorError, NonFiniteError, StorageError
 from ewc_finetune.files import atomic_write, sha256
+from ewc_finetune.kronecker import Block
 from ewc_finetune.provenance import Provenance, read_provenance
 from ewc_finetune.tensor_file import TensorFile, opened, shapes_of
 
@@ -34,12 +35,13 @@ class Anchor:
 
     Attributes:
         weights: Every parameter of the model, by name.
-        fisher: Diagonal Fisher of the parameters that the penalty holds, float32, same shapes.
+        fisher: Diagonal Fisher of the parameters that the penalty holds one by one, float32, same shapes.
         buffers: Persistent buffers: normalisation statistics and the like.
         provenance: Where all this comes from.
         path: The file it was loaded from or saved to.
         digest: SHA-256 of that file.
         remarks: What a reader should know of the file: keys of a later tool that were ignored.
+        blocks: Kronecker-factored blocks of the layers that it holds as wholes, by the layer's name.
     """
 
     weights: Mapping[str, Tensor]
@@ -49,6 +51,7 @@ class Anchor:
     path: Path | None = None
     digest: str | None = None
     remarks: tuple[str, ...] = ()
+    blocks: Mapping[str, Block] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -57,10 +60,13 @@ class Anchor:
 
     def without(self, names: Collection[str]) -> Anchor:
         """Return the anchor with these parameters left free."""
-        fisher = self.fisher
-        if isinstance(fisher, TensorFile):
-            return replace(self, fisher=fisher.without(names))
-        return replace(self, fisher={name: value for name, value in fisher.items() if name not in names})
+        fisher: Mapping[str, Tensor]
+        if isinstance(self.fisher, TensorFile):
+            fisher = self.fisher.without(names)
+        else:
+            fisher = {name: value for name, value in self.fisher.items() if name not in names}
+        blocks = {layer: block for layer, block in self.blocks.items() if block.weight not in names}
+        return replace(self, fisher=fisher, blocks=blocks)
 
     def save(self, path: str | Path) -> Anchor:
         """Write the anchor as one safetensors file and return it with `path` and `digest` set.
@@ -176,7 +182,9 @@ def _check_shapes(anchor: Anchor) -> None:
 
 
 def _check_not_zero(anchor: Anchor) -> None:
-    if not any(fisher.any() for fisher in anchor.fisher.values()):
+    if not any(fisher.any() for fisher in anchor.fisher.values()) and not any(
+        block.trace for block in anchor.blocks.values()
+    ):
         refuse_zero(anchor)
 
 

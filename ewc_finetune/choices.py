@@ -33,8 +33,11 @@ HEADS: tuple[Head, ...] = get_args(Head)
 MergedHead = Literal["shared", "expand"]
 MERGED_HEADS: tuple[MergedHead, ...] = get_args(MergedHead)
 
-Curvature = Literal["diagonal", "identity"]
+Curvature = Literal["diagonal", "kfac", "identity"]
 CURVATURES: tuple[Curvature, ...] = get_args(Curvature)
+
+KfacForm = Literal["expand", "reduce"]
+KFAC_FORMS: tuple[KfacForm, ...] = get_args(KfacForm)
 
 NormStats = Literal["frozen", "update"]
 NORM_STATS: tuple[NormStats, ...] = get_args(NormStats)

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ewc_finetune.anchor import Anchor
 from ewc_finetune.choices import PENALTY_FORMS, Lineage, PenaltyForm, check_choice
 from ewc_finetune.errors import AnchorMismatchError, UsageError
+from ewc_finetune.held_block import HeldBlock
 from ewc_finetune.stack import collapse, spread_lambdas
 from ewc_finetune.tensor_file import shapes_of
 
@@ -88,7 +89,12 @@ class Penalty:
             for name, p in parameters.items()
             if name in quadratic.curvature
         }
-        self.free = tuple(name for name, p in parameters.items() if p.requires_grad and name not in self._held)
+        self._blocks = [
+            HeldBlock(block, centre, parameters[block.weight], None if block.bias is None else parameters[block.bias])
+            for block, centre in quadratic.blocks
+        ]
+        known = self._held.keys() | {name for held in self._blocks for name in held.block.names}
+        self.free = tuple(name for name, p in parameters.items() if p.requires_grad and name not in known)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Apply the penalty at every step of an optimizer, to the parameters that this optimizer has.
@@ -105,13 +111,13 @@ class Penalty:
         """
         if isinstance(optimizer, torch.optim.LBFGS) and self.form == "proximal":
             raise UsageError("LBFGS takes many steps in one, without the penalty: use the gradient form")
-        if not self._of(optimizer) and self._held:
+        if not any(self._of(optimizer)) and (self._held or self._blocks):
             raise UsageError("the optimizer has none of the parameters that the penalty holds")
 
         def add() -> None:
             # A fused optimizer unscales by itself, after this.
             scale = getattr(optimizer, "grad_scale", None)
-            _add(self._of(optimizer), 1.0 if scale is None else scale)
+            _add(*self._of(optimizer), 1.0 if scale is None else scale)
 
         def before(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
             closures = [value for value in (*args[1:], *kwargs.values()) if callable(value)]
@@ -135,7 +141,10 @@ class Penalty:
             overflowed = getattr(optimizer, "found_inf", None)
             if overflowed is None or not overflowed:
                 rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
-                _move([(held, rates[id(held.parameter)]) for held in self._of(optimizer)])
+                single, blocks = self._of(optimizer)
+                _move([(held, rates[id(held.parameter)]) for held in single])
+                for block in blocks:
+                    block.move(rates[id(block.weight)])
 
         if self.form == "gradient":
             return optimizer.register_step_pre_hook(before)
@@ -149,7 +158,7 @@ class Penalty:
         Args:
             loss_scale: What the gradients that are there are multiplied by, where they are not unscaled yet.
         """
-        _add(list(self._held.values()), loss_scale)
+        _add(list(self._held.values()), self._blocks, loss_scale)
 
     def proximal_step(self, lr: float) -> None:
         """Move every parameter by the implicit step of the penalty: `theta* + (theta - theta*) / (1 + lr lambda F)`.
@@ -158,10 +167,13 @@ class Penalty:
         optimizer's step left it; call it once after each.
         """
         _move([(held, lr) for held in self._held.values()])
+        for block in self._blocks:
+            block.move(lr)
 
     def value(self) -> float:
         """Return the penalty, summed in float64 (float32 on mps), the constant of a stack included."""
-        return self._constant + sum(held.value() for held in self._held.values())
+        singly = sum(held.value() for held in self._held.values())
+        return self._constant + singly + sum(block.value() for block in self._blocks)
 
     def largest_curvature(self) -> tuple[str, float]:
         """Return the largest `lambda F` and the parameter that has it.
@@ -177,10 +189,13 @@ class Penalty:
         name = max(peaks, key=peaks.__getitem__, default="")
         return name, peaks.get(name, 0.0)
 
-    def _of(self, optimizer: torch.optim.Optimizer) -> list[_Held]:
-        """Return what is held of the parameters of an optimizer."""
+    def _of(self, optimizer: torch.optim.Optimizer) -> tuple[list[_Held], list[HeldBlock]]:
+        """Return what is held of the parameters of an optimizer, singly and in blocks."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return [held for held in self._held.values() if id(held.parameter) in own]
+        return (
+            [held for held in self._held.values() if id(held.parameter) in own],
+            [block for block in self._blocks if id(block.weight) in own],
+        )
 
 
 class _Held:
@@ -233,7 +248,7 @@ class _Held:
 
 
 @torch.no_grad()
-def _add(every: Sequence[_Held], scale: float | Tensor) -> None:
+def _add(every: Sequence[_Held], blocks: Sequence[HeldBlock], scale: float | Tensor) -> None:
     trained = (held for held in every if held.parameter.requires_grad)
     pieces = ((*piece, g) for held in trained for piece, g in zip(held.pieces(), held.gradients(), strict=True))
     for thetas, curvatures, centres, gradients in _together(pieces):
@@ -241,6 +256,8 @@ def _add(every: Sequence[_Held], scale: float | Tensor) -> None:
         if isinstance(scale, Tensor) or scale != 1:
             torch._foreach_mul_(pull, scale)
         torch._foreach_addcmul_(gradients, curvatures, pull)
+    for block in blocks:
+        block.add(scale)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from ewc_finetune.anchor import Anchor, refuse_zero
 from ewc_finetune.choices import LINEAGES, Lineage, check_choice
 from ewc_finetune.errors import AnchorMismatchError, UsageError
+from ewc_finetune.kronecker import Block
 from ewc_finetune.tensor_file import TensorFile, shapes_of
 
 
@@ -33,11 +34,13 @@ class Quadratic:
         curvature: Sum of lambda_k F_k by parameter name; float32, or float64 for float64 weights.
         centre: The minimum, by parameter name, likewise.
         constant: What the quadratic is at its centre, by parameter name: how much the anchors disagree.
+        blocks: Kronecker-factored blocks, which have no such sum: each anchor's own, lambda in it, with its centre.
     """
 
     curvature: dict[str, Tensor]
     centre: dict[str, Tensor]
     constant: dict[str, float]
+    blocks: list[tuple[Block, Tensor]] = field(default_factory=list)
 
 
 def spread_lambdas(lambdas: float | Sequence[float], anchors: int) -> list[float]:
@@ -123,6 +126,11 @@ def collapse(
             found.constant[name] = constant
     for anchor in useless.values():
         refuse_zero(anchor)
+    for anchor, at, lam in stacked:
+        for block in anchor.blocks.values():
+            bias = None if block.bias is None else at.weights[block.bias]
+            scaled = replace(block, output=block.output.scaled(lam))
+            found.blocks.append((scaled, block.join(at.weights[block.weight], bias)))
     return found
 
 
@@ -182,7 +190,7 @@ def remarks(anchors: Sequence[Anchor], lineage: Lineage = "all") -> list[str]:
             found.append(
                 f"{anchor.label} has another last layer than {anchors[-1].label}, so that of the first is left out"
             )
-    for field, values in (
+    for what, values in (
         ("curvature", {anchor.provenance.curvature: anchor.label for anchor in anchors}),
         ("estimator", {anchor.provenance.estimator: anchor.label for anchor in anchors}),
         ("architecture", {a.provenance.checkpoint.get("architecture") or "": a.label for a in anchors}),
@@ -190,8 +198,8 @@ def remarks(anchors: Sequence[Anchor], lineage: Lineage = "all") -> list[str]:
         values.pop("", None)
         if len(values) > 1:
             known = ", ".join(f"{label} has {value}" for value, label in values.items())
-            scale = "" if field == "architecture" else ", and so perhaps in scale"
-            found.append(f"the anchors differ in {field}{scale}: {known}")
+            scale = "" if what == "architecture" else ", and so perhaps in scale"
+            found.append(f"the anchors differ in {what}{scale}: {known}")
     return found
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import ewc_finetune as ewc
-from ewc_finetune.curvature.diagonal import diagonal_fisher
+from ewc_finetune.curvature.fisher import compute_fisher
 from ewc_finetune.curvature.plan import make_plan
 from ewc_finetune.curvature.rules import FORMS, MODULE_RULES
 from ewc_finetune.errors import ArchitectureError
@@ -50,7 +50,7 @@ def agrees(model, inputs, targets, ruled=None, batch_size=4, tolerance=1e-10):
         return {k: v[cut] for k, v in inputs.items()} if isinstance(inputs, dict) else inputs[cut]
 
     batches = [(part(start), targets[start : start + batch_size]) for start in starts]
-    found = diagonal_fisher(model, batches, Categorical(), "empirical")
+    found = compute_fisher(model, batches, Categorical(), "empirical")
     # Behind a normalisation a scale may have no gradient but rounding.
     floor = 1e-12 * max(value.max() for value in expected.values())
     for name, value in expected.items():
@@ -60,7 +60,7 @@ def agrees(model, inputs, targets, ruled=None, batch_size=4, tolerance=1e-10):
     assert len(plan.ruled) == (len(expected) if ruled is None else ruled), found.path
     assert "another course" not in found.path
     # The exact estimator goes another way through the same uses: many vectors, and squares of G at the outputs.
-    exact = diagonal_fisher(model, batches, Categorical(), "exact").values
+    exact = compute_fisher(model, batches, Categorical(), "exact").values
     total = {name: torch.zeros_like(value) for name, value in exact.items()}
     logits = torch.cat([_logits(model, inputs_) for inputs_, _ in batches])
     for label in range(logits.shape[1]):
@@ -374,13 +374,13 @@ def test_zero_batch_norm_weights():
     model = trained(InPlace())
     model.norm.weight.data.zero_()
     agrees(model, draw(5, 2, 5, 5), labels(5))
-    assert diagonal_fisher(model, [(draw(5, 2, 5, 5), labels(5))], Categorical()).values["norm.weight"].min() > 0
+    assert compute_fisher(model, [(draw(5, 2, 5, 5), labels(5))], Categorical()).values["norm.weight"].min() > 0
 
 
 def test_a_model_that_overwrites_its_inputs():
     model = trained(Pooled(nn.ReLU(inplace=True), nn.Linear(4, 4), LastOf(), channels=4))
     inputs = draw(5, 2, 4)
-    found = diagonal_fisher(model, [(inputs.clone(), labels(5))], Categorical(), "empirical")
+    found = compute_fisher(model, [(inputs.clone(), labels(5))], Categorical(), "empirical")
     expected = by_hand(model, inputs.clone(), labels(5))
     for name, value in expected.items():
         torch.testing.assert_close(found.values[name], value, rtol=1e-10, atol=1e-14)
@@ -528,7 +528,7 @@ UNLIKE = {
 def test_samples_unlike_the_first(name):
     build, batches = UNLIKE[name]
     model = trained(build())
-    found = diagonal_fisher(model, [(x, labels(len(x))) for x in batches], Categorical(), "empirical")
+    found = compute_fisher(model, [(x, labels(len(x))) for x in batches], Categorical(), "empirical")
     expected = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
     for x in batches:
         for n, value in by_hand(model, x, labels(len(x))).items():
@@ -543,8 +543,8 @@ def test_samples_that_change_places_unseen_are_found_out():
     batches = [increasing(4, 4), increasing(4, 4), draw(8, 4, seed=5), draw(8, 4, seed=6), draw(8, 4, seed=7)]
     data = [(x, labels(len(x))) for x in batches]
     with pytest.raises(ArchitectureError, match=r"wrong for one after sample \d+: .* Run again without rules"):
-        diagonal_fisher(model, data, Categorical(), "empirical")
-    found = diagonal_fisher(model, data, Categorical(), "empirical", rules=False)
+        compute_fisher(model, data, Categorical(), "empirical")
+    found = compute_fisher(model, data, Categorical(), "empirical", rules=False)
     expected = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
     for x, y in data:
         for n, value in by_hand(model, x, y).items():
@@ -575,7 +575,7 @@ def test_whole_models_of_torchvision(name, size, rest):
         if tensor_name.endswith("running_var"):
             tensor.data.abs_().add_(0.5)
     inputs, targets = draw(3, 3, size, size), labels(3)
-    found = diagonal_fisher(model, [(inputs, targets)], Categorical(), "empirical").values
+    found = compute_fisher(model, [(inputs, targets)], Categorical(), "empirical").values
     expected = by_hand(model, inputs, targets)
     for parameter, value in expected.items():
         scale = value.abs().max().clamp(min=1e-300)

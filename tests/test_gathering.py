@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ewc_finetune.curvature.diagonal import diagonal_fisher
+from ewc_finetune.curvature.fisher import compute_fisher
 from ewc_finetune.curvature.gathering import gathered
 from ewc_finetune.errors import DataError
 from ewc_finetune.likelihood import Categorical
@@ -78,8 +78,8 @@ def test_the_same_however_it_is_batched(estimator, lengths):
     if estimator == "batched":  # which takes each batch as it is
         lengths = [sum(lengths)]
     bar = Chunks()
-    found = diagonal_fisher(model, split(inputs, targets, lengths), Categorical(), estimator, bar=bar)
-    whole = diagonal_fisher(model, [(inputs, targets)], Categorical(), estimator)
+    found = compute_fisher(model, split(inputs, targets, lengths), Categorical(), estimator, bar=bar)
+    whole = compute_fisher(model, [(inputs, targets)], Categorical(), estimator)
     assert bar.done == [sum(lengths)]
     assert found.samples == whole.samples
     assert found.scores == pytest.approx(whole.scores)
@@ -90,7 +90,7 @@ def test_the_same_however_it_is_batched(estimator, lengths):
 def test_the_batched_estimator_takes_batches_as_they_come():
     model, bar = trained(Small()), Chunks()
     inputs, targets = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
-    diagonal_fisher(model, split(inputs, targets, [2, 4]), Categorical(), "batched", bar=bar)
+    compute_fisher(model, split(inputs, targets, [2, 4]), Categorical(), "batched", bar=bar)
     assert bar.done == [2, 4]
 
 
@@ -106,8 +106,8 @@ def test_inputs_by_name():
     model, bar = trained(Two()), Chunks()
     left, right = torch.randn(2, 9, 4, dtype=torch.float64)
     batches = [({"left": left[n : n + 3], "right": right[n : n + 3]}, None) for n in (0, 3, 6)]
-    found = diagonal_fisher(model, batches, Categorical(), "exact", bar=bar)
-    whole = diagonal_fisher(model, [({"left": left, "right": right}, None)], Categorical(), "exact")
+    found = compute_fisher(model, batches, Categorical(), "exact", bar=bar)
+    whole = compute_fisher(model, [({"left": left, "right": right}, None)], Categorical(), "exact")
     assert bar.done == [9]
     torch.testing.assert_close(found.values["linear.weight"], whole.values["linear.weight"], rtol=1e-12, atol=0)
 
@@ -127,7 +127,7 @@ def test_large_samples_and_unruled_models_are_not_put_together():
 
     def chunks(model, *shape):
         bar, inputs = Chunks(), torch.randn(8, *shape)
-        diagonal_fisher(model, [(part, None) for part in inputs.split(4)], Categorical(), "exact", bar=bar)
+        compute_fisher(model, [(part, None) for part in inputs.split(4)], Categorical(), "exact", bar=bar)
         return bar.done
 
     assert chunks(nn.Linear(4, 3), 4) == [8]

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 import ewc_finetune as ewc
 from ewc_finetune import Anchor, Penalty
 from ewc_finetune.active import Active
-from ewc_finetune.curvature.diagonal import diagonal_fisher
+from ewc_finetune.curvature.fisher import compute_fisher
 from ewc_finetune.errors import AnchorMismatchError, ArchitectureError, DataError, UsageError
 from ewc_finetune.heads import find_head, replace_head, with_head_of
 from ewc_finetune.likelihood import Categorical, get_likelihood
@@ -172,7 +172,7 @@ def test_the_fisher_of_active_outputs_is_that_of_a_model_without_the_others(esti
     model = trained(Small())
     inputs, active = torch.randn(12, 4, dtype=torch.float64), [0, 2]
     targets = torch.tensor(active)[torch.arange(12) % 2]
-    found = diagonal_fisher(model, [(inputs, targets)], Active(Categorical(), active), estimator)
+    found = compute_fisher(model, [(inputs, targets)], Active(Categorical(), active), estimator)
 
     class Cut(nn.Module):
         def __init__(self):
@@ -182,7 +182,7 @@ def test_the_fisher_of_active_outputs_is_that_of_a_model_without_the_others(esti
         def forward(self, x):
             return self.model(x)[:, active]
 
-    expected = diagonal_fisher(Cut(), [(inputs, targets // 2)], Categorical(), estimator)
+    expected = compute_fisher(Cut(), [(inputs, targets // 2)], Categorical(), estimator)
     for name, value in found.values.items():
         torch.testing.assert_close(value, expected.values[f"model.{name}"], rtol=1e-10, atol=1e-15)
     assert found.scores == pytest.approx(expected.scores)

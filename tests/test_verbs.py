@@ -335,7 +335,7 @@ def test_an_unknown_estimator_is_not_taken_for_another(model):
     with pytest.raises(UsageError, match="estimator is 'exakt'. Did you mean 'exact'"):
         ewc.consolidate(model, OLD, estimator="exakt")
     with pytest.raises(UsageError, match="estimator is 'exakt'"):
-        ewc.diagonal_fisher(model, [OLD.tensors], get_likelihood("categorical"), "exakt")
+        ewc.compute_fisher(model, [OLD.tensors], get_likelihood("categorical"), "exakt")
     with pytest.raises(UsageError, match="no likelihood is called 'gausian'"):
         ewc.consolidate(model, OLD, likelihood="gausian")
 

@@ -60,6 +60,25 @@ def weight_gradients(
     return _by_groups(convolution, shape, inputs, gradient)
 
 
+def patches(convolution: Convolution, shape: Sequence[int], inputs: Tensor) -> Tensor:
+    """Return what each of the filters' elements met, `(batch, elements, positions)`.
+
+    Raises:
+        ValueError: for convolutions of more than two dimensions, with groups, or transposed.
+    """
+    kernel = tuple(shape[2:])
+    if convolution.transposed or convolution.groups > 1 or len(kernel) > 2:
+        raise ValueError("patches are of plain convolutions in one or two dimensions")
+    flat = len(kernel) == 1  # one more dimension, of one element
+    return functional.unfold(
+        inputs.unsqueeze(-2) if flat else inputs,
+        (1, *kernel) if flat else kernel,
+        (1, *convolution.dilation) if flat else convolution.dilation,
+        (0, *convolution.padding) if flat else convolution.padding,
+        (1, *convolution.stride) if flat else convolution.stride,
+    )
+
+
 def better_alone(convolution: Convolution, shape: Sequence[int], device: torch.device) -> bool:
     """Whether samples are best taken one by one: groups of many channels are slow together on the CPU."""
     return device.type == "cpu" and convolution.groups == 1 and shape[0] * shape[1] >= 16384

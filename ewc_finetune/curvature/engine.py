@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from ewc_finetune.choices import KfacForm
 from ewc_finetune.curvature import fallback
+from ewc_finetune.curvature.kfac import BlockSums, Layer
 from ewc_finetune.curvature.plan import Plan, agree, make_plan
 from ewc_finetune.curvature.ruled import RuledPass, Squares, differentiable
 from ewc_finetune.curvature.stacking import CourseChangedError
@@ -31,6 +34,8 @@ class Engine:
         rules: Whether layer rules may be used.
 
     Attributes:
+        layers: Weights of which the whole block is collected, not the squares; none unless they are put in.
+        form: What is done there with several positions.
         changed: Samples for which the model did something else than it was planned for.
     """
 
@@ -38,6 +43,8 @@ class Engine:
         self.model = model
         self.parameters = parameters
         self.changed = 0
+        self.layers: dict[str, Layer] = {}
+        self.form: KfacForm = "expand"
         self._rules = rules
         self._plans: dict[object, Plan] = {}
         self._workspace = Workspace()
@@ -62,7 +69,9 @@ class Engine:
             return 1  # the fallback has chunks of its own, and what TorchScript allocates does not show
         return budget(tensors(inputs)[0].device) // (4 * max(plan.elements, 1))
 
-    def squares(self, inputs: Inputs, factors_of: Callable[[Tensor], Factors]) -> tuple[Tensor, Squares]:
+    def squares(
+        self, inputs: Inputs, factors_of: Callable[[Tensor], Factors]
+    ) -> tuple[Tensor, Squares, list[BlockSums]]:
         """Run one chunk through the model.
 
         Args:
@@ -70,48 +79,72 @@ class Engine:
             factors_of: Gives the vectors for the model's outputs; called once.
 
         Returns:
-            The outputs, and for each parameter that they depend on the squares, summed over the samples, and their sum
-            over the parameter for each sample.
+            The outputs; for each parameter that they depend on the squares, summed over the samples, and their sum
+            over the parameter for each sample; and the blocks of `layers`.
 
         Raises:
-            ArchitectureError: if the layer rules prove wrong for a sample when some have already gone by them.
+            ArchitectureError: if the layer rules prove wrong for a sample when some have already gone by them, or a
+                block cannot be had of these samples.
         """
         plan = self.plan(inputs)
         rest = {name: self.parameters[name] for name in plan.rest}
         ruled = {name: self.parameters[name] for name in plan.ruled}
+        # Often at first, then ever more rarely: at chunk 1, 2, 3, 4, 8, 16...
+        self._chunks += 1
+        checked = None
+        if ruled and (self._chunks < 4 or self._chunks & (self._chunks - 1) == 0):
+            checked = int(torch.randint(count(inputs), (), generator=self._generator))
         try:
-            outputs, factors, squares = self._by_rules(plan, ruled, inputs, factors_of)
+            outputs, factors, squares, blocks = self._by_rules(plan, ruled, inputs, factors_of, checked)
         except CourseChangedError:
             self.changed += count(inputs)
-            rest, ruled = dict(self.parameters), {}
+            rest, ruled, checked, blocks = dict(self.parameters), {}, None, []
             outputs = self._forward(plan, inputs)
             factors, squares = factors_of(outputs), {}
-        self._chunks += 1
-        # Often at first, then ever more rarely: at chunk 1, 2, 3, 4, 8, 16...
-        if ruled and (self._chunks < 4 or self._chunks & (self._chunks - 1) == 0):
+        if checked is not None:
             dead = {name: self.parameters[name] for name in plan.dead}
-            wrong = self._wrong(plan, {**ruled, **dead}, inputs, factors, squares)
+            parts = {name: part[checked] for name, (_, part) in squares.items()}
+            parts |= {block.layer.weight: torch.tensor(block.norm) for block in blocks}
+            wrong = self._wrong(plan, {**ruled, **dead}, inputs, factors, checked, parts)
             if wrong:
                 rest |= {name: self.parameters[name] for name in wrong}
                 self._demote(wrong)
+        lost = self.layers.keys() - {block.layer.weight for block in blocks} | self.layers.keys() & rest.keys()
+        if lost:
+            raise ArchitectureError(
+                f"{', '.join(sorted(lost)[:3])}: the model does something else with these weights for samples "
+                f"{self._samples} to {self._samples + count(inputs) - 1} than for the first ones, so there is no K-FAC "
+                "block of all samples. Use the diagonal, or exclude them"
+            )
         if rest:
             squares |= self._fall_back(plan, rest, inputs, factors)
         self._samples += count(inputs)
-        return outputs, squares
+        return outputs, squares, blocks
 
     def _by_rules(
-        self, plan: Plan, ruled: Mapping[str, Tensor], inputs: Inputs, factors_of: Callable[[Tensor], Factors]
-    ) -> tuple[Tensor, Factors, Squares]:
+        self,
+        plan: Plan,
+        ruled: Mapping[str, Tensor],
+        inputs: Inputs,
+        factors_of: Callable[[Tensor], Factors],
+        checked: int | None,
+    ) -> tuple[Tensor, Factors, Squares, list[BlockSums]]:
         if not ruled:
             outputs = self._forward(plan, inputs)
-            return outputs, factors_of(outputs), {}
+            return outputs, factors_of(outputs), {}, []
         # What was not used before must be seen if it is used now.
         watched = {**ruled, **{name: self.parameters[name] for name in plan.unused}}
-        with differentiable(self.model, watched):
-            passed = RuledPass(self.model, watched, plan.course, _fresh(plan, inputs), self._workspace, plan.forms)
-            with passed:
-                factors = factors_of(passed.outputs)
-                return passed.outputs.detach(), factors, passed.squares(factors)
+        wanted = {
+            name: partial(BlockSums, layer, form=self.form, checked=checked) for name, layer in self.layers.items()
+        }
+        with (
+            differentiable(self.model, watched),
+            RuledPass(
+                self.model, watched, plan.course, _fresh(plan, inputs), self._workspace, plan.forms, wanted
+            ) as passed,
+        ):
+            factors = factors_of(passed.outputs)
+            return passed.outputs.detach(), factors, passed.squares(factors), passed.blocks
 
     def _forward(self, plan: Plan, inputs: Inputs) -> Tensor:
         # Not under no_grad: a model may take gradients of its own on the way.
@@ -119,19 +152,25 @@ class Engine:
             return call(self.model, _fresh(plan, inputs)).detach()
 
     def _wrong(
-        self, plan: Plan, ruled: Mapping[str, Tensor], inputs: Inputs, factors: Factors, squares: Squares
+        self,
+        plan: Plan,
+        ruled: Mapping[str, Tensor],
+        inputs: Inputs,
+        factors: Factors,
+        n: int,
+        found: Mapping[str, Tensor],
     ) -> list[str]:
-        """Compare one sample, drawn from the chunk, with autograd; return the parameters for which it differs."""
-        n = int(torch.randint(count(inputs), (), generator=self._generator))
+        """Compare sample n of the chunk with autograd; return the parameters for which its part `found` differs."""
         one = slice(n, n + 1)
         truth = fallback.one_at_a_time(self.model, ruled, _fresh(plan, take(inputs, one)), factors.stack(one))
         parts = {name: part[0] for name, (_, part) in truth.items()}
         largest = torch.stack([part.double() for part in parts.values()]).max()
         zero = torch.zeros((), device=largest.device)
+        folded = {layer.bias for layer in self.layers.values()}
         return [
             name
             for name, part in parts.items()
-            if not agree(squares[name][1][n] if name in squares else zero, part, ruled[name].dtype, largest, slack=10)
+            if name not in folded and not agree(found.get(name, zero), part, ruled[name].dtype, largest, slack=10)
         ]
 
     def _demote(self, wrong: Sequence[str]) -> None:

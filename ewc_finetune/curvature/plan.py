@@ -3,13 +3,14 @@
 The model is run for two samples, each alone and both together. That shows which operations use each parameter, where
 the batch is in every one of them, and whether the samples leave each other alone. Then the rules are compared with
 plain autograd on these samples. A parameter keeps its rules only if they agree. What holds for two samples need not
-hold for others: a `RuledPass` notices calls and sizes that are not the expected ones, and `diagonal_fisher` compares
+hold for others: a `RuledPass` notices calls and sizes that are not the expected ones, and `compute_fisher` compares
 single samples with autograd again and again as it goes.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 
 from ewc_finetune.curvature.capture import Call, Capture
 from ewc_finetune.curvature.fallback import gradients_of, vectorised
+from ewc_finetune.curvature.kfac import Layer
 from ewc_finetune.curvature.ruled import Course, RuledPass, differentiable
 from ewc_finetune.curvature.stacking import CourseChangedError, Stack, Stacking, find_stacking
-from ewc_finetune.curvature.uses import Workspace
+from ewc_finetune.curvature.uses import Factored, Workspace
 from ewc_finetune.devices import out_of_memory
 from ewc_finetune.errors import ArchitectureError, DataError
 from ewc_finetune.factors import Factors
@@ -49,6 +51,7 @@ class Plan:
         output_shape: Of the outputs for one sample.
         elements: How many numbers the model makes of one sample on its way, the sample's own among them.
         forms: Whether functions may take their cheaper forms on the way.
+        layers: Weights among the ruled ones whose Kronecker-factored block can be had.
         mutates: Whether the model changes its own inputs in place, and needs a fresh copy each time.
     """
 
@@ -61,6 +64,7 @@ class Plan:
     output_shape: tuple[int, ...]
     elements: int
     forms: bool = True
+    layers: tuple[Layer, ...] = ()
     mutates: bool = False
 
 
@@ -127,6 +131,7 @@ def make_plan(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs
         output_shape=tuple(together.outputs.shape[1:]),
         elements=(together.capture.elements + sum(tensor.numel() for tensor in tensors(two))) // 2,
         forms=forms,
+        layers=_layers(together, course, ruled),
         mutates=together.mutates,
     )
 
@@ -270,6 +275,33 @@ def _course(
             except (CourseChangedError, RuntimeError, ValueError, IndexError) as error:
                 lost[name] = f"{function}: {str(error).partition(chr(10))[0][:100]}"
     return course, lost
+
+
+def _layers(
+    together: _Run, course: Sequence[tuple[Signature, Stacking | None]], ruled: Mapping[str, Tensor]
+) -> tuple[Layer, ...]:
+    """Find the weights that map vectors linearly, each used once, and the bias that is added right there."""
+    times = Counter(name for (_, used), _ in course for name in used)
+    found = []
+    for (_, stacking), (_, output, made) in zip(course, together.calls, strict=False):
+        once = [name for name in made.makers if name in ruled and times[name] == 1]
+        if stacking is None:
+            continue
+        stack = Stack(stacking, 2)
+        uses = {name: made.makers[name](stack) for name in once}
+        for name, use in uses.items():
+            if not isinstance(use, Factored):
+                continue
+            try:
+                inputs = use.input_vectors(slice(1))
+            except ValueError:
+                continue
+            outputs = use.output_vectors(stack(output)).shape[2]
+            biases = [other for other in uses if other != name and ruled[other].shape == (outputs,)]
+            bias = biases[0] if len(uses) == 2 and biases else None
+            width = inputs.shape[2] + (bias is not None)
+            found.append(Layer(name, bias, use.transposed, width, outputs, inputs.shape[1]))
+    return tuple(found)
 
 
 def _narrow(course: Sequence[tuple[Signature, Stacking | None]], names: set[str]) -> Course:

@@ -13,8 +13,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ewc_finetune.curvature.capture import Call, Capture
+from ewc_finetune.curvature.kfac import BlockSums
 from ewc_finetune.curvature.stacking import CourseChangedError, Stack, Stacking
-from ewc_finetune.curvature.uses import Elementwise, Shared, Use, Workspace, sum_by_sample
+from ewc_finetune.curvature.uses import Elementwise, Factored, Shared, Use, Workspace, sum_by_sample
 from ewc_finetune.factors import Factors
 from ewc_finetune.inputs import Inputs, call, count
 from ewc_finetune.precision import wide
@@ -63,12 +64,14 @@ class _Watched:
         stack: Brings the samples to the front.
         uses: Of parameters that are used nowhere else, by name.
         shared: Of the others: which of the parameter's uses this is.
+        blocks: Of weights whose whole block is wanted, with their biases.
         squares: Of the gradients, summed over the vectors, where some use needs no more.
     """
 
     stack: Stack
     uses: dict[str, Use] = field(default_factory=dict)
     shared: dict[str, int] = field(default_factory=dict)
+    blocks: list[BlockSums] = field(default_factory=list)
     squares: Tensor | None = None
 
     def receive(self, gradient: Tensor, workspace: Workspace) -> None:
@@ -79,6 +82,8 @@ class _Watched:
             self.squares = g.square() if self.squares is None else self.squares.addcmul_(g, g)
         for use in others:
             use.add(gradient, workspace)
+        for block in self.blocks:
+            block.add(gradient)
 
     def finish(self, shape: tuple[int, ...], workspace: Workspace) -> Squares:
         """Return what the uses found, and let go of what they held; `shape` is the gradients', stacked."""
@@ -107,6 +112,11 @@ class RuledPass:
         inputs: One batch.
         workspace: To be used again from batch to batch.
         forms: Whether functions may take their cheaper forms; not where something else runs the model once more.
+        wanted: Of some weights, what collects their blocks from their uses; no squares are taken of those.
+
+    Attributes:
+        outputs: Of the model.
+        blocks: What was collected, complete after `squares`.
 
     Raises:
         CourseChangedError: if the model's calls are not the expected ones.
@@ -120,7 +130,10 @@ class RuledPass:
         inputs: Inputs,
         workspace: Workspace,
         forms: bool = True,
+        wanted: Mapping[str, Callable[[Factored], BlockSums]] | None = None,
     ) -> None:
+        self.blocks: list[BlockSums] = []
+        self._wanted = wanted or {}
         self._course = course
         self._workspace = workspace
         self._batch = count(inputs)
@@ -164,6 +177,9 @@ class RuledPass:
         for name, maker in made.makers.items():
             try:
                 use = maker(watched.stack)
+                if name in self._wanted and isinstance(use, Factored):
+                    watched.blocks.append(self._wanted[name](use))
+                    continue
             except (RuntimeError, ValueError, IndexError) as error:
                 raise CourseChangedError from error
             if self._times[name] == 1:
@@ -172,6 +188,9 @@ class RuledPass:
                 uses = self._uses.setdefault(name, [])
                 watched.shared[name] = len(uses)
                 uses.append(use)
+        for block in watched.blocks:
+            watched.uses.pop(block.layer.bias or "", None)
+        self.blocks += watched.blocks
         watched.stack(made.output.detach())  # of the size that was expected
         edge = get_gradient_edge(made.output)
         self._hooks.append(made.output.register_hook(self._receiver(watched)))  # type: ignore[no-untyped-call]
@@ -218,6 +237,9 @@ class RuledPass:
         if self._readout is not None:
             self._readout.squares = self._readout.stack(factors.squares())
             self._results |= self._readout.finish(self._readout.squares.shape, self._workspace)
+            for block in self._readout.blocks:
+                for m in range(factors.count):
+                    block.add(self._readout.stack(factors[m]))
         shared = {name: Shared(uses) for name, uses in self._uses.items()}
         for m in range(factors.count if self._ends else 0):
             self._last = m == factors.count - 1

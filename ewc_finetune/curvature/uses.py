@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ewc_finetune.curvature.convolution import Convolution, better_alone, weight_gradients
+from ewc_finetune.curvature.convolution import Convolution, better_alone, patches, weight_gradients
 from ewc_finetune.precision import wide
 
 # What is worked on together is of this many bytes: small enough to stay near the cache, large enough for the matrix
@@ -134,7 +134,27 @@ class Elementwise(Use):
         """Return what `finish` would, from the squares of G summed over the vectors, stacked, and their sums."""
 
 
-class Dense(Elementwise):
+class Factored(Use):
+    """The weight of a linear map of vectors: a sample's gradient is the sum of outer products `g_t a_t^T`.
+
+    Attributes:
+        inputs: What went in, stacked.
+        transposed: Whether the weight has the shape `(inputs, outputs)`.
+    """
+
+    inputs: Tensor
+    transposed: bool = False
+
+    @abstractmethod
+    def input_vectors(self, samples: slice) -> Tensor:
+        """Return what the weight met, shape `(samples, positions, inputs)`, in float32 or wider."""
+
+    @abstractmethod
+    def output_vectors(self, gradient: Tensor) -> Tensor:
+        """Return the gradients there, shape `(batch, positions, outputs)`, likewise."""
+
+
+class Dense(Elementwise, Factored):
     """The weight of a linear map of vectors, one to a sample: its gradient is the outer product of G and A.
 
     `sum_n (g_n a_n^T)^2 = (G * G)^T (A * A)`, so no per-sample gradient is ever made, and the squares of G are summed
@@ -151,6 +171,14 @@ class Dense(Elementwise):
         g, a = wide(gradient[samples]).flatten(1), wide(self.inputs[samples]).flatten(1)
         return a[:, :, None] * g[:, None, :] if self.transposed else g[:, :, None] * a[:, None, :]
 
+    def input_vectors(self, samples: slice) -> Tensor:
+        """See `Factored`."""
+        return wide(self.inputs[samples]).flatten(1)[:, None]
+
+    def output_vectors(self, gradient: Tensor) -> Tensor:
+        """See `Factored`."""
+        return wide(gradient).flatten(1)[:, None]
+
     def takes_squares(self, shape: Sequence[int]) -> bool:
         """See `Use`."""
         return True
@@ -162,7 +190,7 @@ class Dense(Elementwise):
         return a.T @ g if self.transposed else g.T @ a, by_sample * sum_by_sample(a)
 
 
-class DenseSequence(Use):
+class DenseSequence(Factored):
     """The weight of a linear map of several vectors to a sample: its gradient is the sum of their outer products."""
 
     def __init__(self, shape: Sequence[int], inputs: Tensor, transposed: bool = False) -> None:
@@ -176,6 +204,14 @@ class DenseSequence(Use):
         left, right = (a, g) if self.transposed else (g, a)
         out = None if workspace is None else workspace((len(g), *self.shape), g)
         return torch.bmm(left.mT, right, out=out)
+
+    def input_vectors(self, samples: slice) -> Tensor:
+        """See `Factored`."""
+        return wide(self.inputs[samples])
+
+    def output_vectors(self, gradient: Tensor) -> Tensor:
+        """See `Factored`."""
+        return wide(gradient).flatten(1, -2)
 
 
 class Spread(Elementwise):
@@ -272,8 +308,8 @@ class Lookup(Use):
         return g, indices
 
 
-class Filter(Use):
-    """The weight of a convolution."""
+class Filter(Factored):
+    """The weight of a convolution; its vectors are the patches that the filters meet."""
 
     def __init__(self, shape: Sequence[int], inputs: Tensor, convolution: Convolution) -> None:
         super().__init__(shape, len(inputs))
@@ -287,6 +323,17 @@ class Filter(Use):
         out = None if workspace is None else workspace((images.numel(), *self.shape), a)
         found = weight_gradients(self.convolution, self.shape, a.flatten(0, 1), g.flatten(0, 1), out)
         return found if images[1] == 1 else torch.unflatten(found, 0, images).sum(dim=1)
+
+    def input_vectors(self, samples: slice) -> Tensor:
+        """See `Factored`."""
+        a = wide(self.inputs[samples])
+        found = patches(self.convolution, self.shape, a.flatten(0, 1)).mT
+        return found.reshape(len(a), -1, found.shape[2])
+
+    def output_vectors(self, gradient: Tensor) -> Tensor:
+        """See `Factored`."""
+        g = wide(gradient)  # (batch, images of a sample, channels, *space)
+        return g.flatten(3).mT.flatten(1, 2)
 
     def _blocks(self, gradient: Tensor) -> Iterator[slice]:
         if better_alone(self.convolution, self.shape, gradient.device):

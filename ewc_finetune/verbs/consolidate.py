@@ -20,7 +20,7 @@ from ewc_finetune.checkpoint.architecture import builds_by_itself
 from ewc_finetune.checkpoint.opening import open_model
 from ewc_finetune.checkpoint.state_dict import FROZEN
 from ewc_finetune.choices import CURVATURES, ESTIMATORS, Curvature, Estimator, LikelihoodName, check_choice
-from ewc_finetune.curvature.diagonal import DiagonalFisher, diagonal_fisher
+from ewc_finetune.curvature.fisher import Fisher, compute_fisher
 from ewc_finetune.curvature.importance import importance_by_layer
 from ewc_finetune.data.domain import Batch, Domain, Fingerprint
 from ewc_finetune.data.layout import feed
@@ -142,11 +142,12 @@ def consolidate(
             found = _identity(parameters)
         else:
             with progress.bar("Fisher", _count(domain, limit), "sample") as bar:
-                found = diagonal_fisher(
+                found = compute_fisher(
                     opened.model,
                     feed(_taken(chosen.batches(batch_size, order), limit, fingerprint), layout, opened.model, where),
                     rule,
                     estimator,
+                    kfac="expand" if curvature == "kfac" else None,
                     parameters=parameters,
                     draws=draws,
                     rtol=rtol if samples == "auto" else None,
@@ -195,6 +196,7 @@ def consolidate(
             fisher=fisher,
             buffers=cpu_copy(_persistent_buffers(opened.model)),
             provenance=provenance,
+            blocks={block.layer: block.to(torch.empty(0)) for block in found.blocks},
         )
     validate(anchor)
     return anchor if output is None else anchor.save(output)
@@ -205,10 +207,10 @@ def default_output(model: str | Path) -> Path:
     return beside(Path(model), ".anchor.safetensors")
 
 
-def _identity(parameters: Mapping[str, torch.Tensor]) -> DiagonalFisher:
+def _identity(parameters: Mapping[str, torch.Tensor]) -> Fisher:
     """Return ones in the place of a Fisher, of no samples."""
     ones = {name: torch.ones(p.shape) for name, p in parameters.items()}
-    return DiagonalFisher(ones, 0, {}, "exact", None, "curvature: the identity, for which no gradient is taken")
+    return Fisher(ones, [], 0, {}, "exact", None, "curvature: the identity, for which no gradient is taken")
 
 
 def _excluded(model: nn.Module, patterns: Sequence[str]) -> dict[str, str]:

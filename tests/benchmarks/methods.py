@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ewc_finetune.choices import Estimator
 from ewc_finetune.curvature import fallback
-from ewc_finetune.curvature.diagonal import diagonal_fisher
+from ewc_finetune.curvature.fisher import compute_fisher
 from ewc_finetune.likelihood import get_likelihood
 
 Batches = Iterable[tuple[Tensor, Tensor]]
@@ -36,12 +36,12 @@ def plain(model: nn.Module, case: Case) -> Run:
 
 def ours(model: nn.Module, case: Case) -> Run:
     """The whole pass as anyone calls it, with its checks, scores and standard errors."""
-    return lambda batches: diagonal_fisher(model, batches, get_likelihood(case.likelihood), "empirical")
+    return lambda batches: compute_fisher(model, batches, get_likelihood(case.likelihood), "empirical")
 
 
 def ours_exact(model: nn.Module, case: Case) -> Run:
     """The same with the exact estimator."""
-    return lambda batches: diagonal_fisher(model, batches, get_likelihood(case.likelihood), "exact")
+    return lambda batches: compute_fisher(model, batches, get_likelihood(case.likelihood), "exact")
 
 
 def loop(model: nn.Module, case: Case) -> Run:

@@ -1,24 +1,29 @@
-"""The diagonal Fisher of a model on data: one pass, the mean over samples of squared per-sample gradients."""
+"""The Fisher of a model on data, in one pass: its diagonal, or Kronecker-factored blocks for the layers that have them.
+
+The diagonal is the mean over samples of squared per-sample gradients; for the blocks see `curvature.kfac`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ewc_finetune.choices import ESTIMATORS, Estimator, check_choice
+from ewc_finetune.choices import ESTIMATORS, Estimator, KfacForm, check_choice
 from ewc_finetune.curvature import fallback
 from ewc_finetune.curvature.engine import Engine
 from ewc_finetune.curvature.gathering import gathered
+from ewc_finetune.curvature.kfac import LARGEST, BlockSums
 from ewc_finetune.curvature.ruled import Squares
 from ewc_finetune.curvature.standard_error import RunningError, StandardError
 from ewc_finetune.devices import out_of_memory, random_state_kept
 from ewc_finetune.errors import ArchitectureError, DataError, DeviceError, NonFiniteError, UsageError
 from ewc_finetune.factors import Factors
 from ewc_finetune.inputs import Inputs, count, detached, take
+from ewc_finetune.kronecker import Block, Full
 from ewc_finetune.likelihood import Likelihood
 from ewc_finetune.modes import evaluating, unchanged, uncompiled
 from ewc_finetune.progress import Bar
@@ -37,11 +42,13 @@ _PIECE = 1 << 18
 
 
 @dataclass(frozen=True)
-class DiagonalFisher:
+class Fisher:
     """What one pass over the data found.
 
     Attributes:
-        values: The diagonal by parameter name, in the parameter's shape; float64 (float32 on mps).
+        values: The diagonal by parameter name, in the parameter's shape; float64 (float32 on mps). Parameters that are
+            in a block are not among them.
+        blocks: The Kronecker-factored blocks, likewise.
         samples: How many samples were seen (N).
         scores: `loss` (mean negative log-likelihood of the labels, nats), and `accuracy` where the likelihood has it;
             empty unless every batch has labels.
@@ -51,6 +58,7 @@ class DiagonalFisher:
     """
 
     values: dict[str, Tensor]
+    blocks: list[Block]
     samples: int
     scores: dict[str, float]
     estimator: Estimator
@@ -58,12 +66,13 @@ class DiagonalFisher:
     path: str
 
 
-def diagonal_fisher(
+def compute_fisher(
     model: nn.Module,
     batches: Iterable[tuple[Inputs, Tensor | None]],
     likelihood: Likelihood,
     estimator: Estimator = "auto",
     *,
+    kfac: KfacForm | None = None,
     parameters: Mapping[str, Tensor] | None = None,
     draws: int = 1,
     rtol: float | None = None,
@@ -71,8 +80,8 @@ def diagonal_fisher(
     generator: torch.Generator | None = None,
     bar: Bar | None = None,
     note: Callable[[str], None] = lambda _: None,
-) -> DiagonalFisher:
-    """Compute the diagonal Fisher information, `F_i = mean_n E_y[(d log p(y | x_n) / d theta_i)^2]`.
+) -> Fisher:
+    """Compute the Fisher information, `F = mean_n E_y[g g^T]` with `g = d log p(y | x_n) / d theta`: parts of it.
 
     What stands for E_y is the estimator's choice (Kirkpatrick et al. 2017, section 2). The model is used in eval mode
     and left exactly as it was: modes, buffers, gradients, flags, hooks, random state.
@@ -82,6 +91,9 @@ def diagonal_fisher(
         batches: Inputs and labels (or None) on the model's device. `batched` squares the mean of each as it comes.
         likelihood: Turns outputs into log p(y | x).
         estimator: Whose labels are used; `auto` is `exact` for up to 32 outputs and `sampled` beyond.
+        kfac: Take Kronecker-factored blocks for the weights of linear maps and convolutions, each with its bias, and
+            do this with several positions of a sample (`expand` or `reduce`); the diagonal for all others. None takes
+            the diagonal of all.
         parameters: Those to differentiate by; all that require a gradient unless given.
         draws: How many labels `sampled` draws for each sample.
         rtol: Stop when the standard error of the trace, relative to it, is no larger; after 200 samples at least.
@@ -112,7 +124,9 @@ def diagonal_fisher(
     if not parameters:
         raise UsageError("there is no parameter to compute a Fisher for: all are frozen or excluded")
     draw = generator or torch.Generator().manual_seed(0)
-    run = _Run(model, parameters, likelihood, estimator, draws, rules, draw, note)
+    if kfac is not None and (estimator == "batched" or not rules):
+        raise UsageError("K-FAC blocks are made by layer rules, of single samples: not with batched, nor without rules")
+    run = _Run(model, parameters, likelihood, estimator, draws, rules, kfac, draw, note)
     with evaluating(model), unchanged(model), uncompiled(model), random_state_kept(run.device):
         for inputs, targets in gathered(batches, run.good_size):
             run.add(detached(inputs), targets, bar)
@@ -137,6 +151,7 @@ class _Run:
         estimator: Estimator,
         draws: int,
         rules: bool,
+        kfac: KfacForm | None,
         generator: torch.Generator,
         note: Callable[[str], None],
     ) -> None:
@@ -145,6 +160,7 @@ class _Run:
         self.likelihood = likelihood
         self.estimator = estimator
         self.draws = draws
+        self.kfac = kfac
         self.generator = generator
         self.note = note
         self.engine = Engine(model, parameters, rules)
@@ -152,6 +168,8 @@ class _Run:
         # float64 so that a million samples lose nothing.
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
         self.totals = {n: torch.zeros(p.shape, dtype=dtype, device=self.device) for n, p in parameters.items()}
+        # Of each layer with a block, the sums of its two factors.
+        self.blocks: dict[str, tuple[Tensor, Tensor]] = {}
         # For a small model, adding to them would take as long as the pass itself: a few chunks are added up before.
         self.block: dict[str, Tensor] = {}
         self.block_length = _BLOCK if sum(p.numel() for p in parameters.values()) <= _SMALL else 1
@@ -179,14 +197,14 @@ class _Run:
             labels = None if targets is None else targets[start:stop]
             state = self.generator.get_state()
             try:
-                outputs, squares = self._chunk(take(inputs, slice(start, stop)), labels)
+                outputs, squares, blocks = self._chunk(take(inputs, slice(start, stop)), labels)
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error):
                     raise
                 self.generator.set_state(state)
                 self._halve(stop - start, error)
                 continue
-            self._commit(outputs, labels, squares)
+            self._commit(outputs, labels, squares, blocks)
             if bar is not None:
                 bar.advance(stop - start)
             start = stop
@@ -206,17 +224,45 @@ class _Run:
             torch.cuda.empty_cache()
         self.note(f"out of memory with {size} samples at once; going on with {self.limit}")
 
-    def _chunk(self, inputs: Inputs, targets: Tensor | None) -> tuple[Tensor, Squares]:
+    def _chunk(self, inputs: Inputs, targets: Tensor | None) -> tuple[Tensor, Squares, list[BlockSums]]:
         if self.estimator == "batched":
-            return fallback.batch_mean(
+            outputs, squares = fallback.batch_mean(
                 self.model, self.parameters, inputs, lambda outputs: self._factors(outputs, inputs, targets)
             )
+            return outputs, squares, []
+        if self.kfac is not None and not self.samples and not self.blocks:
+            self._choose_layers(inputs, self.kfac)
         if self.estimator == "auto":
-            outputs = math.prod(self.engine.plan(inputs).output_shape)
-            self.estimator = "exact" if outputs <= AUTO_EXACT else "sampled"
+            number = math.prod(self.engine.plan(inputs).output_shape)
+            self.estimator = "exact" if number <= AUTO_EXACT else "sampled"
             ignored = ", which draws nothing" if self.draws > 1 and self.estimator == "exact" else ""
-            self.note(f"estimator: {self.estimator}, for a model with {outputs:,} outputs{ignored}")
+            self.note(f"estimator: {self.estimator}, for a model with {number:,} outputs{ignored}")
         return self.engine.squares(inputs, lambda outputs: self._factors(outputs, inputs, targets))
+
+    def _choose_layers(self, inputs: Inputs, form: KfacForm) -> None:
+        """Decide on the first samples which layers get a block."""
+        self.engine.form = form
+        for layer in self.engine.plan(inputs).layers:
+            if max(layer.inputs, layer.outputs) > LARGEST:
+                self.note(
+                    f"{layer.weight}: factors of {layer.inputs:,} and {layer.outputs:,} rows are too large for K-FAC "
+                    f"(up to {LARGEST:,}); it gets the diagonal"
+                )
+                continue
+            self.engine.layers[layer.weight] = layer
+            for name in (layer.weight, layer.bias):
+                if name is not None:
+                    del self.totals[name]
+            dtype = torch.float32 if self.device.type == "mps" else torch.float64
+            self.blocks[layer.weight] = (
+                torch.zeros(layer.inputs, layer.inputs, dtype=dtype, device=self.device),
+                torch.zeros(layer.outputs, layer.outputs, dtype=dtype, device=self.device),
+            )
+        if not self.blocks:
+            raise ArchitectureError(
+                "there is no layer for K-FAC: it is of linear maps and convolutions whose weights are used once. "
+                "Use the diagonal"
+            )
 
     def _factors(self, outputs: Tensor, inputs: Inputs, targets: Tensor | None) -> Factors:
         """Return the vectors for these outputs, once outputs and targets are known to suit."""
@@ -238,14 +284,20 @@ class _Run:
             self.likelihood.check_targets(targets, tuple(outputs.shape[1:]), where)
         return self.likelihood.factors(outputs, targets, self.estimator, self.generator, self.draws)
 
-    def _commit(self, outputs: Tensor, targets: Tensor | None, squares: Squares) -> None:
+    def _commit(self, outputs: Tensor, targets: Tensor | None, squares: Squares, blocks: Sequence[BlockSums]) -> None:
         """Count a chunk that is done."""
         size = len(outputs)
         parts = {name: part for name, (_, part) in squares.items()}
+        parts |= {block.layer.weight: block.by_sample for block in blocks}
         zero = torch.zeros(size, dtype=next(iter(parts.values())).dtype if parts else None, device=self.device)
         by_sample = torch.stack([parts.get(name, zero) for name in self.parameters])
         if not by_sample.sum().isfinite():
             self._refuse(by_sample)
+        for block in blocks:
+            of_inputs, of_outputs = self.blocks[block.layer.weight]
+            of_inputs += block.input
+            if block.output is not None:
+                of_outputs += block.output
         for name, (value, _) in squares.items():
             if name in self.block:
                 self.block[name] += value
@@ -281,7 +333,7 @@ class _Run:
                 total[start : start + _PIECE] += flat[start : start + _PIECE]
         self.block, self.recent = {}, 0
 
-    def result(self) -> DiagonalFisher:
+    def result(self) -> Fisher:
         """Return what was found.
 
         Raises:
@@ -297,8 +349,13 @@ class _Run:
                 scores[self.likelihood.metric] = self.right / self.samples
         batched = self.estimator == "batched"
         unreached = [name for name, total in self.totals.items() if not total.any()]
-        return DiagonalFisher(
+        blocks = [
+            Block(layer.weight, layer.bias, layer.transposed, *(Full(t.div_(self.samples)) for t in self.blocks[name]))
+            for name, layer in self.engine.layers.items()
+        ]
+        return Fisher(
             values={name: total.div_(self.samples) for name, total in self.totals.items()},
+            blocks=blocks,
             samples=self.samples,
             scores=scores,
             estimator=self.estimator,

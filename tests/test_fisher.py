@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ewc_finetune.choices import ESTIMATORS as CHOICES
-from ewc_finetune.curvature.diagonal import diagonal_fisher
 from ewc_finetune.curvature.fallback import one_at_a_time, vectorised
+from ewc_finetune.curvature.fisher import compute_fisher
 from ewc_finetune.errors import ArchitectureError, DataError, DeviceError, NonFiniteError, UsageError
 from ewc_finetune.likelihood import Categorical, get_likelihood
 
@@ -62,7 +62,7 @@ def reference(model, inputs, targets, estimator, batch_size=4, seed=0):
 
 def compute(model, inputs, targets, estimator, batch_size=4, **options):
     batches = list(zip(inputs.split(batch_size), targets.split(batch_size), strict=True))
-    return diagonal_fisher(model, batches, Categorical(), estimator, **options)
+    return compute_fisher(model, batches, Categorical(), estimator, **options)
 
 
 def relative_error(found, expected):
@@ -257,11 +257,11 @@ def test_scores_come_from_the_same_pass():
 def test_needs_no_labels_but_for_empirical():
     model, inputs, targets = case("small")
     with_labels = compute(model, inputs, targets, "exact")
-    without = diagonal_fisher(model, [(inputs, None)], Categorical(), "exact")
+    without = compute_fisher(model, [(inputs, None)], Categorical(), "exact")
     assert relative_error(without.values, with_labels.values) < 1e-12
     assert without.scores == {}
     with pytest.raises(DataError, match="empirical estimator needs labels"):
-        diagonal_fisher(model, [(inputs, None)], Categorical(), "empirical")
+        compute_fisher(model, [(inputs, None)], Categorical(), "empirical")
 
 
 def test_a_million_repetitions_lose_nothing():
@@ -278,7 +278,7 @@ def test_bad_outputs_and_labels_are_named():
     with pytest.raises(DataError, match=r"samples 0 to 3: 1 of 4 labels .* 3 classes \(0 to 2\): found 7"):
         compute(model, inputs, torch.full_like(targets, 0).index_fill(0, torch.tensor([2]), 7), "exact")
     with pytest.raises(DataError, match="not one sample"):
-        diagonal_fisher(model, [], Categorical(), "exact")
+        compute_fisher(model, [], Categorical(), "exact")
     with pytest.raises(DataError, match=r"logits of shape \(batch, classes\)"):
         compute(nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (2, 2))).double(), inputs, targets, "exact")
     inputs[5, 0] = float("nan")
@@ -339,7 +339,7 @@ def test_other_likelihoods_in_closed_form(name):
         for i, n in enumerate(parameters):
             jacobian = torch.stack([row[i].flatten() for row in rows])
             expected[n] += ((jacobian.T @ s.detach()) * jacobian.T).sum(1).view_as(expected[n]) / len(inputs)
-    found = diagonal_fisher(model, [(inputs[:2], None), (inputs[2:], None)], get_likelihood(name), "exact")
+    found = compute_fisher(model, [(inputs[:2], None), (inputs[2:], None)], get_likelihood(name), "exact")
     assert relative_error(found.values, expected) < 1e-10
 
 
@@ -347,7 +347,7 @@ def test_auto_is_exact_for_few_outputs_and_sampled_for_many():
     for outputs, expected in ((32, "exact"), (33, "sampled")):
         notes = []
         model = trained(nn.Sequential(nn.Linear(4, outputs)))
-        found = diagonal_fisher(model, [(torch.ones(2, 4).double(), None)], Categorical(), note=notes.append)
+        found = compute_fisher(model, [(torch.ones(2, 4).double(), None)], Categorical(), note=notes.append)
         assert found.estimator == expected
         assert notes == [f"estimator: {expected}, for a model with {outputs} outputs"]
 
@@ -382,14 +382,14 @@ def test_stops_when_the_error_is_small_enough():
     model = trained(Small())
     inputs = torch.randn(5000, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     batches, notes = [(part, None) for part in inputs.split(100)], []
-    found = diagonal_fisher(model, batches, Categorical(), "exact", rtol=0.1, note=notes.append)
+    found = compute_fisher(model, batches, Categorical(), "exact", rtol=0.1, note=notes.append)
     assert 200 <= found.samples < 5000
     assert found.standard_error.trace <= 0.1
     assert f"stopped after {found.samples:,} samples" in notes[-1]
-    everything = diagonal_fisher(model, batches, Categorical(), "exact", rtol=1e-9)
+    everything = compute_fisher(model, batches, Categorical(), "exact", rtol=1e-9)
     assert everything.samples == 5000
     with pytest.raises(UsageError, match="no standard error to stop at"):
-        diagonal_fisher(model, batches, Categorical(), "batched", rtol=0.1)
+        compute_fisher(model, batches, Categorical(), "batched", rtol=0.1)
 
 
 def test_out_of_memory_halves_the_batch_and_loses_nothing():
@@ -427,7 +427,7 @@ def test_not_even_one_sample_fits():
         yield inputs[4:5], None
 
     with pytest.raises(DeviceError, match="not even one sample"):
-        diagonal_fisher(model, batches(), Categorical(), "exact")
+        compute_fisher(model, batches(), Categorical(), "exact")
 
 
 class Dropping(nn.Module):
@@ -502,7 +502,7 @@ def test_memory_does_not_grow_with_the_samples():
             yield inputs.clone(), None
             counts.append(alive())
 
-    diagonal_fisher(model, batches(), Categorical(), "exact")
+    compute_fisher(model, batches(), Categorical(), "exact")
     assert len(set(counts[1:])) == 1
 
 
@@ -608,8 +608,8 @@ def test_a_confident_float16_model_does_not_underflow():
     for estimator in ("exact", "predicted"):
         for rules in (True, False):
             batches = [(inputs, None)]
-            found = diagonal_fisher(model.half(), batches, Categorical(), estimator, rules=rules)
-            expected = diagonal_fisher(model.double(), [(inputs.double(), None)], Categorical(), estimator)
+            found = compute_fisher(model.half(), batches, Categorical(), estimator, rules=rules)
+            expected = compute_fisher(model.double(), [(inputs.double(), None)], Categorical(), estimator)
             for name, value in expected.values.items():
                 assert value.max() > 0
                 assert ((found.values[name] - value).norm() / value.norm()).item() < 0.05, (estimator, rules, name)
@@ -636,7 +636,7 @@ def test_dependence_shows_even_if_the_first_batch_is_one_sample():
 def test_as_many_labels_as_samples():
     model, inputs, targets = case("small")
     with pytest.raises(DataError, match="a batch has 11 inputs and 2 labels; expected as many"):
-        diagonal_fisher(model, [(inputs, targets[:2])], Categorical(), "empirical")
+        compute_fisher(model, [(inputs, targets[:2])], Categorical(), "empirical")
 
 
 def test_outputs_that_depend_on_no_parameter():

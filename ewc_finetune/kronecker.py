@@ -1,0 +1,233 @@
+"""Kronecker-factored blocks of a Fisher: a layer's two factors, in full or cut to their leading eigenvectors.
+
+The block of a layer with weights W, shape `(outputs, inputs)`, a bias being one more column, is `A ⊗ G`: it takes a
+difference D of that shape to `G D A`, and its quadratic is `1/2 <D, G D A>` (Martens and Grosse 2015).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+class Factor(ABC):
+    """One factor of a block: a symmetric matrix without negative eigenvalues."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """How many rows it has."""
+
+    @property
+    @abstractmethod
+    def trace(self) -> float:
+        """The sum of its eigenvalues."""
+
+    @abstractmethod
+    def diagonal(self) -> Tensor:
+        """Return its diagonal."""
+
+    @abstractmethod
+    def after(self, matrix: Tensor) -> Tensor:
+        """Return `matrix @ self`."""
+
+    @abstractmethod
+    def to(self, like: Tensor) -> Factor:
+        """Return it on the device and in the dtype of a tensor."""
+
+    @abstractmethod
+    def scaled(self, by: float) -> Factor:
+        """Return it times a number."""
+
+    @abstractmethod
+    def eigen(self) -> Truncated:
+        """Return its eigenvalues and eigenvectors."""
+
+    def matrix(self) -> Tensor:
+        """Return it as a matrix."""
+        like = self.diagonal()
+        return self.after(torch.eye(self.size, dtype=like.dtype, device=like.device))
+
+
+@dataclass(frozen=True)
+class Full(Factor):
+    """A factor as it is."""
+
+    values: Tensor
+
+    @property
+    def size(self) -> int:
+        """See `Factor`."""
+        return len(self.values)
+
+    @property
+    def trace(self) -> float:
+        """See `Factor`."""
+        return self.values.diagonal().sum(dtype=torch.float64).item()
+
+    def diagonal(self) -> Tensor:
+        """See `Factor`."""
+        return self.values.diagonal()
+
+    def matrix(self) -> Tensor:
+        """See `Factor`."""
+        return self.values
+
+    def after(self, matrix: Tensor) -> Tensor:
+        """See `Factor`."""
+        return matrix @ self.values
+
+    def to(self, like: Tensor) -> Full:
+        """See `Factor`."""
+        return Full(self.values.to(like))
+
+    def scaled(self, by: float) -> Full:
+        """See `Factor`."""
+        return Full(self.values * by)
+
+    def eigen(self) -> Truncated:
+        """See `Factor`."""
+        values, vectors = torch.linalg.eigh(self.values.double())
+        return Truncated(vectors.flip(1).to(self.values), values.flip(0).clamp(min=0).to(self.values), 0.0)
+
+    def truncated(self, rank: float | int) -> Truncated:
+        """Keep the leading eigenvectors, and the mean of the other eigenvalues for each of these.
+
+        Args:
+            rank: How many, or, below 1, what share of the trace they are to hold.
+        """
+        whole = self.eigen()
+        values = whole.eigenvalues.double()
+        if rank < 1:
+            held = values.cumsum(0)
+            kept = int((held < rank * held[-1]).sum()) + 1
+        else:
+            kept = int(rank)
+        kept = min(kept, self.size)
+        rest = values[kept:].mean().item() if kept < self.size else 0.0
+        return Truncated(whole.vectors[:, :kept].contiguous(), whole.eigenvalues[:kept], rest)
+
+
+@dataclass(frozen=True)
+class Truncated(Factor):
+    """`sum_i e_i v_i v_i^T` over the leading eigenvectors, and the same number for all directions that they leave.
+
+    Attributes:
+        vectors: One to a column, orthonormal, `(size, rank)`.
+        eigenvalues: Theirs, in falling order.
+        rest: The eigenvalue of what is orthogonal to all of them.
+    """
+
+    vectors: Tensor
+    eigenvalues: Tensor
+    rest: float
+
+    @property
+    def size(self) -> int:
+        """See `Factor`."""
+        return len(self.vectors)
+
+    @property
+    def trace(self) -> float:
+        """See `Factor`."""
+        return self.eigenvalues.sum(dtype=torch.float64).item() + self.rest * (self.size - len(self.eigenvalues))
+
+    def diagonal(self) -> Tensor:
+        """See `Factor`."""
+        return self.vectors.square() @ (self.eigenvalues - self.rest) + self.rest
+
+    def after(self, matrix: Tensor) -> Tensor:
+        """See `Factor`."""
+        within = matrix @ self.vectors
+        return torch.addmm(matrix, within * (self.eigenvalues - self.rest), self.vectors.T, beta=self.rest)
+
+    def to(self, like: Tensor) -> Truncated:
+        """See `Factor`."""
+        return Truncated(self.vectors.to(like), self.eigenvalues.to(like), self.rest)
+
+    def scaled(self, by: float) -> Truncated:
+        """See `Factor`."""
+        return Truncated(self.vectors, self.eigenvalues * by, self.rest * by)
+
+    def eigen(self) -> Truncated:
+        """See `Factor`."""
+        return self
+
+
+@dataclass(frozen=True)
+class Block:
+    """A layer's block of the Fisher.
+
+    Attributes:
+        weight: Name of the parameter; flattened but for its outputs, it is the matrix W.
+        bias: Name of the bias that is W's last column, or None.
+        transposed: Whether the weight's shape is `(inputs, outputs)`.
+        input: The factor of the inputs, A.
+        output: The factor of the outputs, G.
+    """
+
+    weight: str
+    bias: str | None
+    transposed: bool
+    input: Factor
+    output: Factor
+
+    @property
+    def layer(self) -> str:
+        """What to call it: the module's name, else the parameter's."""
+        return self.weight.removesuffix(".weight")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters that the block is of."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @property
+    def trace(self) -> float:
+        """The sum of the diagonal of the block."""
+        return self.input.trace * self.output.trace
+
+    def join(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return weight and bias as the matrix that the factors are of."""
+        matrix = weight.T if self.transposed else weight.flatten(1)
+        return matrix if bias is None else torch.cat([matrix, bias[:, None]], dim=1)
+
+    def to(self, like: Tensor) -> Block:
+        """Return it on the device and in the dtype of a tensor."""
+        return replace(self, input=self.input.to(like), output=self.output.to(like))
+
+    def split(self, matrix: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
+        """Return the parts of such a matrix that belong to a weight of this shape, and to the bias."""
+        own = matrix if self.bias is None else matrix[:, :-1]
+        own = own.T if self.transposed else own
+        return own.reshape(shape), None if self.bias is None else matrix[:, -1]
+
+    def times(self, difference: Tensor) -> Tensor:
+        """Return `G D A`."""
+        return self.output.after(self.input.after(difference).T).T
+
+    def diagonal(self) -> Tensor:
+        """Return the diagonal of the block, in the shape of D."""
+        return torch.outer(self.output.diagonal(), self.input.diagonal())
+
+    def spectral(self, difference: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """Apply a function of the block to D: of its eigenvalues, in its eigenbasis.
+
+        Args:
+            difference: D.
+            function: Takes products of eigenvalues to what they are to be replaced by.
+        """
+        g, a = self.output.eigen(), self.input.eigen()
+        sg, sa = g.eigenvalues[:, None], a.eigenvalues[None]
+        rg, ra = (torch.full((1, 1), factor.rest).to(sg) for factor in (g, a))
+        both, left, right, none = (function(x * y) for x, y in ((sg, sa), (sg, ra), (rg, sa), (rg, ra)))
+        # D = (P_g + Q_g) D (P_a + Q_a), with P on the kept eigenvectors and Q on what they leave.
+        rows, columns = g.vectors.T @ difference, difference @ a.vectors
+        inner = rows @ a.vectors
+        rows = rows.mul_(left - none).addmm_(inner * (both - left - right + none), a.vectors.T)
+        columns.mul_(right - none)
+        return (difference * none).addmm_(g.vectors, rows).addmm_(columns, a.vectors.T)
