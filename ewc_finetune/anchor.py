@@ -1,8 +1,9 @@
 """The anchor: what stands in for the old data. Its schema, and how it is saved, loaded and validated.
 
 A safetensors file, format version 1. Tensors: `fisher.<parameter>` (float32), `anchor.<parameter>` and
-`buffer.<name>` (as in the checkpoint). A parameter without `fisher.` is free. Metadata, text to text: `format`,
-`format_version`, and `anchor`, a JSON document with the fields of `Provenance`.
+`buffer.<name>` (as in the checkpoint), and `kfac.<layer>...` (see `block_file`). A parameter that is in none of
+`fisher.` and `kfac.` is free. Metadata, text to text: `format`, `format_version`, and `anchor`, a JSON document with
+the fields of `Provenance`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,16 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ewc_finetune.block_file import (
+    BlockFile,
+    check_block,
+    check_factor,
+    matrix_of,
+    names_of,
+    sizes_of,
+    to_records,
+    to_tensors,
+)
 from ewc_finetune.errors import AnchorError, NonFiniteError, StorageError
 from ewc_finetune.files import atomic_write, sha256
 from ewc_finetune.kronecker import Block
@@ -65,7 +76,12 @@ class Anchor:
             fisher = self.fisher.without(names)
         else:
             fisher = {name: value for name, value in self.fisher.items() if name not in names}
-        blocks = {layer: block for layer, block in self.blocks.items() if block.weight not in names}
+        blocks: Mapping[str, Block]
+        gone = [layer for layer, own in names_of(self.blocks).items() if own[0] in names]
+        if isinstance(self.blocks, BlockFile):
+            blocks = self.blocks.without(gone)
+        else:
+            blocks = {layer: block for layer, block in self.blocks.items() if layer not in gone}
         return replace(self, fisher=fisher, blocks=blocks)
 
     def save(self, path: str | Path) -> Anchor:
@@ -83,10 +99,12 @@ class Anchor:
         tensors = {f"fisher.{name}": value.float() for name, value in self.fisher.items()}
         tensors |= {f"anchor.{name}": value for name, value in self.weights.items()}
         tensors |= {f"buffer.{name}": value for name, value in self.buffers.items()}
+        tensors |= {f"kfac.{name}": value for name, value in to_tensors(self.blocks).items()}
+        provenance = replace(self.provenance, kfac=to_records(self.blocks))
         metadata = {
             "format": FORMAT,
             "format_version": str(FORMAT_VERSION),
-            "anchor": json.dumps(asdict(self.provenance), sort_keys=True),
+            "anchor": json.dumps(asdict(provenance), sort_keys=True),
         }
         with atomic_write(path) as temporary:
             try:
@@ -96,7 +114,7 @@ class Anchor:
                 reason = "the disk is full. Nothing was left behind" if full else str(error)
                 raise StorageError(f"cannot write {path}: {reason}") from error
             _sort_metadata(temporary)
-        return replace(self, path=path, digest=sha256(path))
+        return replace(self, provenance=provenance, path=path, digest=sha256(path))
 
     @classmethod
     def load(cls, path: str | Path) -> Anchor:
@@ -107,7 +125,13 @@ class Anchor:
             NonFiniteError: if a tensor holds NaN or infinity.
         """
         anchor = cls.open(path)
-        whole = replace(anchor, weights=dict(anchor.weights), fisher=dict(anchor.fisher), buffers=dict(anchor.buffers))
+        whole = replace(
+            anchor,
+            weights=dict(anchor.weights),
+            fisher=dict(anchor.fisher),
+            buffers=dict(anchor.buffers),
+            blocks=dict(anchor.blocks),
+        )
         _check_not_zero(whole)
         return whole
 
@@ -130,7 +154,7 @@ class Anchor:
         if not path.is_file():
             raise AnchorError(f"there is no anchor at {path}. `ewc-ft consolidate` makes one from a checkpoint")
         _check_is_safetensors(path)
-        shapes: dict[str, dict[str, torch.Size]] = {"fisher": {}, "anchor": {}, "buffer": {}}
+        shapes: dict[str, dict[str, torch.Size]] = {"fisher": {}, "anchor": {}, "buffer": {}, "kfac": {}}
         with opened(path) as file:
             metadata = file.metadata() or {}
             _check_format(metadata, path)
@@ -141,6 +165,8 @@ class Anchor:
                     shapes[group][name] = torch.Size(file.get_slice(key).get_shape())
                 else:
                     unknown.append(key)
+        factors = TensorFile(path, "kfac.", shapes["kfac"], lambda n, t: check_factor(n, t, str(path)))
+        records = {record["layer"]: record for record in provenance.kfac}
         anchor = cls(
             weights=TensorFile(path, "anchor.", shapes["anchor"], lambda n, t: check_weight(n, t, f"{path}: anchor.")),
             fisher=TensorFile(path, "fisher.", shapes["fisher"], lambda n, t: check_fisher(n, t, str(path))),
@@ -149,6 +175,7 @@ class Anchor:
             path=path,
             digest=sha256(path) if digest else None,
             remarks=(f"{path}: ignored what this version does not know: {', '.join(unknown)}",) if unknown else (),
+            blocks=BlockFile(factors, records, str(path)),
         )
         _check_shapes(anchor)
         return anchor
@@ -164,6 +191,8 @@ def validate(anchor: Anchor) -> None:
     _check_shapes(anchor)
     for name, fisher in anchor.fisher.items():
         check_fisher(name, fisher, anchor.label)
+    for block in anchor.blocks.values():
+        check_block(block, anchor.label)
     check_weights(anchor.weights, f"{anchor.label}: anchor.")
     check_buffers(anchor.buffers, f"{anchor.label}: buffer.")
     _check_not_zero(anchor)
@@ -178,6 +207,20 @@ def _check_shapes(anchor: Anchor) -> None:
             raise AnchorError(
                 f"{anchor.label}: fisher.{name} has shape {tuple(shape)} and anchor.{name} has shape "
                 f"{tuple(weights[name])}. Make the anchor again"
+            )
+
+    for layer, names in names_of(anchor.blocks).items():
+        for name in names:
+            if name not in weights or name in anchor.fisher:
+                wrong = "also has a diagonal" if name in weights else f"has no anchor.{name} beside it"
+                raise AnchorError(f"{anchor.label}: kfac.{layer} is of {name}, which {wrong}. Make the anchor again")
+        expected = matrix_of(anchor.blocks, layer, weights[names[0]])
+        found = sizes_of(anchor.blocks, layer)
+        if found != expected:
+            raise AnchorError(
+                f"{anchor.label}: the factors of {layer} have {found['input']} and {found['output']} rows; with "
+                f"weights of shape {tuple(weights[names[0]])} they should have {expected['input']} and "
+                f"{expected['output']}. Make the anchor again"
             )
 
 

@@ -31,7 +31,9 @@ class Provenance:
         standard_error: Of the Fisher's `trace` and of each of `layers`' part, relative; None where it is not known.
         batch_size: Matters to the `batched` estimator alone.
         seed: Of the random subset and of the `sampled` labels.
-        curvature: `diagonal` (Fisher), or `identity` (ones: plain L2); what was merged of both is `diagonal`.
+        curvature: `diagonal` (Fisher), `kfac` (Kronecker-factored blocks, and the diagonal where there are none), or
+            `identity` (ones: plain L2); what was merged of different ones is `diagonal`.
+        kfac: Of each block its `layer`, `weight`, `bias` or None, and whether it is `transposed`, `(inputs, outputs)`.
         constant: What the quadratic is at its centre, by parameter; empty unless it was merged.
         merged: Of a merged anchor: `form` (`offline` or `online`), `gamma`, `lineage` (which weights it pulls to),
             `parents`, each with `sha256`, `lambda` and its own `provenance`, and `through`, the digests of merged
@@ -62,6 +64,7 @@ class Provenance:
     batch_size: int | None = None
     seed: int = 0
     curvature: str = "diagonal"
+    kfac: list[dict[str, Any]] = field(default_factory=list)
     constant: dict[str, float] = field(default_factory=dict)
     merged: dict[str, Any] | None = None
     head: dict[str, Any] | None = None
@@ -117,6 +120,17 @@ def _is_importance(value: Any) -> bool:
         and isinstance(layer.get("layer"), str)
         and all(_is_number(layer.get(key)) for key in ("parameters", "share", "mean", "max"))
         for layer in value
+    )
+
+
+def _is_kfac(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(record, dict)
+        and isinstance(record.get("layer"), str)
+        and isinstance(record.get("weight"), str)
+        and _is_text_or_none(record.get("bias", 0))
+        and isinstance(record.get("transposed"), bool)
+        for record in value
     )
 
 
@@ -182,6 +196,7 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "batch_size": (lambda v: v is None or _is_count(v), "a number of samples"),
     "seed": (lambda v: isinstance(v, int), "a number"),
     "curvature": (lambda v: v in CURVATURES, f"one of {', '.join(CURVATURES)}, which this version reads"),
+    "kfac": (_is_kfac, "a list of layers, each with weight, bias and transposed"),
     "constant": (_is_dict_of(_is_number), "an object of numbers"),
     "head": (is_head, "an object with parameters and an id"),
     "merged": (lambda v: v is None or _is_merged(v), "an object with parents, each with sha256, lambda, provenance"),

@@ -180,7 +180,7 @@ def test_unknown_keys_are_ignored_with_a_remark(tmp_path):
         ("input", {"shape": 7}, "input is"),
         ("classes", [{}], "classes is"),
         ("half", False, "lambda/2"),
-        ("curvature", "kfac", "curvature is 'kfac'"),
+        ("curvature", "ekfac", "curvature is 'ekfac'"),
     ],
 )
 def test_a_document_that_contradicts_the_format(tmp_path, key, value, message):

@@ -1,0 +1,189 @@
+"""How Kronecker-factored blocks lie in an anchor file.
+
+A factor in full is one tensor, `kfac.<layer>.input` or `kfac.<layer>.output`: the rows of its lower triangle one after
+the other. A truncated one is two, `.vectors`, one to a column, and `.values`, theirs and at the end that of all other
+directions. Which parameters a layer has is in the provenance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ewc_finetune.errors import AnchorError, NonFiniteError
+from ewc_finetune.kronecker import Block, Factor, Full, Truncated
+from ewc_finetune.tensor_file import TensorFile
+
+SIDES = ("input", "output")
+# How far below zero rounding may bring an eigenvalue, and vectors be from orthonormal, by the largest.
+_ROUNDING = 1e-3
+
+
+class BlockFile(Mapping[str, Block]):
+    """The blocks of an anchor file by layer; each is read when it is asked for, and not kept.
+
+    Args:
+        tensors: The file's `kfac.` tensors.
+        records: Of each layer `weight`, `bias` and `transposed`.
+        where: The file, for messages.
+    """
+
+    def __init__(self, tensors: TensorFile, records: Mapping[str, Mapping[str, Any]], where: str) -> None:
+        self.records = dict(records)
+        self._tensors = tensors
+        self._where = where
+
+    def without(self, layers: Collection[str]) -> BlockFile:
+        """Return the same but for some layers."""
+        kept = {layer: record for layer, record in self.records.items() if layer not in layers}
+        return BlockFile(self._tensors, kept, self._where)
+
+    def __getitem__(self, layer: str) -> Block:
+        record = self.records[layer]
+        factors = [_read(self._tensors, f"{layer}.{side}", self._where) for side in SIDES]
+        block = Block(record["weight"], record["bias"], record["transposed"], *factors)
+        check_block(block, self._where)
+        return block
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.records)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+
+def names_of(blocks: Mapping[str, Block]) -> dict[str, tuple[str, ...]]:
+    """Return the parameters of each layer, weight first, without reading a block."""
+    if isinstance(blocks, BlockFile):
+        return {
+            layer: (record["weight"],) + ((record["bias"],) if record["bias"] else ())
+            for layer, record in blocks.records.items()
+        }
+    return {layer: block.names for layer, block in blocks.items()}
+
+
+def sizes_of(blocks: Mapping[str, Block], layer: str) -> dict[str, int | None]:
+    """Return how many rows the factors of a layer have, None for one that is missing, without reading them."""
+    if isinstance(blocks, BlockFile):
+        return {side: _size(blocks._tensors.shapes, f"{layer}.{side}") for side in SIDES}
+    return {side: getattr(blocks[layer], side).size for side in SIDES}
+
+
+def matrix_of(blocks: Mapping[str, Block], layer: str, shape: torch.Size) -> dict[str, int | None]:
+    """Return how many rows the factors of a layer should have, for a weight of this shape."""
+    if isinstance(blocks, BlockFile):
+        record = blocks.records[layer]
+        transposed, bias = record["transposed"], record["bias"] is not None
+    else:
+        transposed, bias = blocks[layer].transposed, blocks[layer].bias is not None
+    if len(shape) < 2:
+        return dict.fromkeys(SIDES)
+    outputs = shape[1] if transposed else shape[0]
+    return {"input": shape.numel() // max(outputs, 1) + bias, "output": outputs}
+
+
+def to_tensors(blocks: Mapping[str, Block]) -> dict[str, Tensor]:
+    """Return the tensors of blocks, by their names behind `kfac.`."""
+    found = {}
+    for layer, block in blocks.items():
+        for side in SIDES:
+            factor: Factor = getattr(block, side)
+            if isinstance(factor, Truncated):
+                rest = factor.eigenvalues.new_tensor([factor.rest])
+                found[f"{layer}.{side}.vectors"] = factor.vectors
+                found[f"{layer}.{side}.values"] = torch.cat([factor.eigenvalues, rest])
+            else:
+                rows, columns = torch.tril_indices(factor.size, factor.size)
+                found[f"{layer}.{side}"] = factor.matrix()[rows, columns]
+    return found
+
+
+def to_records(blocks: Mapping[str, Block]) -> list[dict[str, Any]]:
+    """Return what the provenance says of blocks."""
+    return [
+        {"layer": layer, "weight": block.weight, "bias": block.bias, "transposed": block.transposed}
+        for layer, block in blocks.items()
+    ]
+
+
+def check_block(block: Block, where: str) -> None:
+    """Refuse factors that are no mean of outer products.
+
+    Raises:
+        AnchorError: naming the layer.
+        NonFiniteError: naming the layer.
+    """
+    for side in SIDES:
+        factor: Factor = getattr(block, side)
+        name = f"{where}: the {side} factor of {block.layer}"
+        if isinstance(factor, Truncated):
+            tensors = [factor.vectors, factor.eigenvalues, torch.tensor(factor.rest)]
+        else:
+            tensors = [factor.matrix()]
+        if not all(tensor.isfinite().all() for tensor in tensors):
+            raise NonFiniteError(f"{name} holds NaN or infinity. Make the anchor again")
+        if isinstance(factor, Truncated):
+            _check_eigen(factor, name)
+        else:
+            _check_matrix(factor.matrix(), name)
+
+
+def check_factor(name: str, tensor: Tensor, where: str) -> None:
+    """Refuse a tensor of a factor that holds no real numbers.
+
+    Raises:
+        AnchorError: naming it.
+    """
+    if not tensor.is_floating_point():
+        raise AnchorError(f"{where}: kfac.{name} has type {tensor.dtype}; expected float32")
+
+
+def _check_eigen(factor: Truncated, name: str) -> None:
+    if (factor.eigenvalues < 0).any() or factor.rest < 0:
+        raise AnchorError(f"{name} has negative eigenvalues; it must be a mean of outer products")
+    vectors = factor.vectors.double()
+    off = (vectors.T @ vectors - torch.eye(vectors.shape[1], dtype=vectors.dtype)).abs().max() if vectors.numel() else 0
+    if off > 10 * _ROUNDING:
+        raise AnchorError(f"{name} has eigenvectors that are not orthonormal. Make the anchor again")
+
+
+def _check_matrix(matrix: Tensor, name: str) -> None:
+    scale = matrix.diagonal().abs().max().item() if len(matrix) else 0.0
+    if (matrix - matrix.T).abs().max().item() > _ROUNDING * scale:
+        raise AnchorError(f"{name} is not symmetric; it must be a mean of outer products")
+    # It has a Cholesky factor, once rounding is made up for, unless an eigenvalue is negative.
+    lifted = matrix.double() + _ROUNDING * scale * torch.eye(len(matrix), dtype=torch.float64)
+    if scale and int(torch.linalg.cholesky_ex(lifted).info):
+        raise AnchorError(f"{name} has negative eigenvalues; it must be a mean of outer products")
+
+
+def _size(shapes: Mapping[str, torch.Size], key: str) -> int | None:
+    """Return how many rows the factor has of which these are the tensors' shapes; None if they are of no factor."""
+    if key in shapes:
+        if len(shapes[key]) != 1:
+            return None
+        rows = (math.isqrt(8 * shapes[key].numel() + 1) - 1) // 2
+        return rows if rows * (rows + 1) // 2 == shapes[key].numel() else None
+    vectors, values = (shapes.get(f"{key}.{part}") for part in ("vectors", "values"))
+    if vectors is None or values is None or len(vectors) != 2 or values != (vectors[1] + 1,):
+        return None
+    return vectors[0]
+
+
+def _read(tensors: TensorFile, key: str, where: str) -> Factor:
+    size = _size(tensors.shapes, key)
+    if size is None:
+        raise AnchorError(f"{where}: kfac.{key} is missing or has a shape that no factor has. Make the anchor again")
+    if key in tensors:
+        values = tensors[key].float()
+        rows, columns = torch.tril_indices(size, size)
+        matrix = values.new_zeros(size, size)
+        matrix[rows, columns] = values
+        matrix[columns, rows] = values
+        return Full(matrix)
+    eigenvalues = tensors[f"{key}.values"].float()
+    return Truncated(tensors[f"{key}.vectors"].float(), eigenvalues[:-1], eigenvalues[-1].item())
