@@ -104,7 +104,7 @@ class Engine:
         if checked is not None:
             dead = {name: self.parameters[name] for name in plan.dead}
             parts = {name: part[checked] for name, (_, part) in squares.items()}
-            parts |= {block.layer.weight: torch.tensor(block.norm) for block in blocks}
+            parts |= {block.layer.weight: torch.tensor(block.norm, dtype=torch.float64) for block in blocks}
             wrong = self._wrong(plan, {**ruled, **dead}, inputs, factors, checked, parts)
             if wrong:
                 rest |= {name: self.parameters[name] for name in wrong}

@@ -178,7 +178,8 @@ class RuledPass:
             try:
                 use = maker(watched.stack)
                 if name in self._wanted and isinstance(use, Factored):
-                    watched.blocks.append(self._wanted[name](use))
+                    with torch.no_grad():
+                        watched.blocks.append(self._wanted[name](use))
                     continue
             except (RuntimeError, ValueError, IndexError) as error:
                 raise CourseChangedError from error

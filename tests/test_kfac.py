@@ -1,0 +1,434 @@
+"""K-FAC blocks: their factors against slow float64 references and curvlinops, and what they pull with."""
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import trained
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import ewc_finetune as ewc
+from ewc_finetune import Anchor, Penalty, Provenance, compute_fisher
+from ewc_finetune.errors import AnchorError, AnchorMismatchError, ArchitectureError, NonFiniteError, UsageError
+from ewc_finetune.kronecker import Block, Full, Truncated
+from ewc_finetune.likelihood import get_likelihood
+
+
+def dense():
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 7, bias=False), nn.Tanh(), nn.Linear(7, 4))
+
+
+def convolutional():
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(3, 4, (1, 2), dilation=(1, 2), bias=False),
+        nn.Flatten(),
+        nn.Linear(32, 3),
+    )
+
+
+class Sequences(nn.Module):
+    """Linear maps of several vectors to a sample, averaged at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.second = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu()).mean(dim=1)
+
+
+CASES = {"dense": (dense, (6,)), "convolutional": (convolutional, (2, 7, 7)), "sequences": (Sequences, (4, 6))}
+
+
+def case(name, n=12):
+    build, shape = CASES[name]
+    inputs = torch.randn(n, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return trained(build()).eval(), inputs
+
+
+def layers_of(model):
+    return {name: m for name, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv1d, nn.Conv2d))}
+
+
+def positions(layer, inputs, gradient):
+    """What a layer met and got back at each position of one sample: `(T, in)`, the bias's 1 in it, and `(T, out)`."""
+    if isinstance(layer, nn.Linear):
+        a, g = inputs.reshape(-1, inputs.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+    else:
+        a = nn.functional.unfold(inputs, layer.kernel_size, layer.dilation, layer.padding, layer.stride)[0].T
+        g = gradient[0].flatten(1).T
+    return (a if layer.bias is None else torch.cat([a, a.new_ones(len(a), 1)], dim=1)), g
+
+
+def by_hand(model, inputs, form):
+    """Both factors of every layer by the definition, one sample and one class after the other."""
+    found = {}
+    for n in range(len(inputs)):
+        seen = {}
+        hooks = [
+            layer.register_forward_hook(lambda m, i, o, name=name, seen=seen: seen.update({name: (i[0].detach(), o)}))
+            for name, layer in layers_of(model).items()
+        ]
+        outputs = model(inputs[n : n + 1])
+        for hook in hooks:
+            hook.remove()
+        p = outputs.detach().softmax(1)
+        for name, (a, out) in seen.items():
+            for c in range(p.shape[1]):
+                score = nn.functional.one_hot(torch.tensor([c]), p.shape[1]) - p
+                (gradient,) = torch.autograd.grad(outputs, out, score, retain_graph=True)
+                vectors, g = positions(layers_of(model)[name], a, gradient)
+                if form == "reduce":
+                    vectors, g = vectors.mean(0, keepdim=True), g.sum(0, keepdim=True)
+                sums = found.setdefault(name, [0.0, 0.0])
+                sums[1] = sums[1] + p[0, c] * g.T @ g / len(inputs)
+                if c == 0:
+                    sums[0] = sums[0] + vectors.T @ vectors / len(vectors) / len(inputs)
+    return found
+
+
+@pytest.mark.parametrize("form", ["expand", "reduce"])
+@pytest.mark.parametrize("name", CASES)
+def test_factors_by_hand(name, form):
+    model, inputs = case(name)
+    found = compute_fisher(model, [(inputs[:5], None), (inputs[5:], None)], get_likelihood("categorical"), kfac=form)
+    expected = by_hand(model, inputs, form)
+    assert {block.layer for block in found.blocks} == set(expected)
+    assert not found.values
+    for block in found.blocks:
+        torch.testing.assert_close(block.input.matrix(), expected[block.layer][0], rtol=1e-10, atol=1e-14)
+        torch.testing.assert_close(block.output.matrix(), expected[block.layer][1], rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("form", ["expand", "reduce"])
+@pytest.mark.parametrize("name", CASES)
+def test_factors_of_curvlinops(name, form):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit, on its way out, in what curvlinops imports
+        from curvlinops import KFACLinearOperator
+
+    model, inputs = case(name)
+    found = compute_fisher(model, [(inputs, None)], get_likelihood("categorical"), kfac=form)
+    theirs = KFACLinearOperator(
+        model,
+        nn.CrossEntropyLoss(),
+        list(model.parameters()),
+        [(inputs, torch.zeros(len(inputs), dtype=torch.long))],
+        fisher_type="type-2",
+        kfac_approx=form,
+        separate_weight_and_bias=False,
+        check_deterministic=False,
+    )
+    generator = torch.Generator().manual_seed(2)
+    parameters = dict(model.named_parameters())
+    vector = {n: torch.randn(p.shape, dtype=p.dtype, generator=generator) for n, p in parameters.items()}
+    product = dict(zip(parameters, theirs @ list(vector.values()), strict=True))
+    for block in found.blocks:
+        bias = None if block.bias is None else vector[block.bias]
+        mine = block.split(block.times(block.join(vector[block.weight], bias)), vector[block.weight].shape)
+        torch.testing.assert_close(mine[0], product[block.weight].detach())
+        if block.bias is not None:
+            torch.testing.assert_close(mine[1], product[block.bias].detach())
+
+
+def true_block(model, block, inputs):
+    """The block of the Fisher under squared error, in the order of the matrix's rows: sum of outer products."""
+    size = block.input.size * block.output.size
+    total = torch.zeros(size, size, dtype=torch.float64)
+    named = dict(model.named_parameters())
+    for n in range(len(inputs)):
+        outputs = model(inputs[n : n + 1])
+        for c in range(outputs.shape[1]):
+            parts = torch.autograd.grad(outputs[0, c], [named[name] for name in block.names], retain_graph=True)
+            g = block.join(parts[0], parts[1] if len(parts) > 1 else None).flatten()
+            total += torch.outer(g, g) / len(inputs)
+    return total
+
+
+@pytest.mark.parametrize(
+    "model",
+    [nn.Linear(5, 3), nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 6, bias=False), nn.Linear(6, 3))],
+    ids=["one linear layer", "a deep linear network"],
+)
+def test_exact_where_all_is_linear(model):
+    model = trained(model).eval()
+    inputs = torch.randn(9, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = compute_fisher(model, [(inputs, None)], get_likelihood("gaussian"), "exact", kfac="expand")
+    for block in found.blocks:
+        mine = torch.kron(block.output.matrix(), block.input.matrix())
+        torch.testing.assert_close(mine, true_block(model, block, inputs), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["exact", "sampled", "empirical", "predicted"])
+def test_the_trace_of_a_block_with_one_position_is_that_of_the_diagonal(estimator):
+    """Where a and g are of one sample there is nothing to factor: N = 1 gives the diagonal itself."""
+    model, inputs = case("dense", 1)
+    batches = [(inputs, torch.tensor([1]))]
+    options = {"generator": torch.Generator().manual_seed(3)}
+    blocks = compute_fisher(model, batches, get_likelihood("categorical"), estimator, kfac="expand", **options).blocks
+    options = {"generator": torch.Generator().manual_seed(3)}
+    values = compute_fisher(model, batches, get_likelihood("categorical"), estimator, **options).values
+    for block in blocks:
+        diagonal = block.split(block.diagonal(), values[block.weight].shape)
+        torch.testing.assert_close(diagonal[0], values[block.weight])
+        if block.bias is not None:
+            torch.testing.assert_close(diagonal[1], values[block.bias])
+
+
+class Mixed(nn.Module):
+    """Some of everything: a normalisation, an embedding, a tied weight, a transposed map, a group convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.norm = nn.LayerNorm(4)
+        self.turned = nn.Parameter(torch.randn(4, 6))
+        self.offset = nn.Parameter(torch.randn(6))
+        self.twice = nn.Linear(6, 6)
+        self.groups = nn.Conv1d(6, 6, 3, padding=1, groups=2)
+        self.conv = nn.Conv1d(6, 5, 2, padding=1)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        h = torch.addmm(self.offset, self.norm(self.embed(x)).flatten(0, 1), self.turned).view(*x.shape, 6)
+        h = self.twice(self.twice(h).relu())
+        return self.head(self.conv(self.groups(h.mT)).relu().mean(dim=2)) / 50
+
+
+def test_what_has_no_block_keeps_its_diagonal():
+    model = trained(Mixed()).eval()
+    inputs = torch.randint(9, (8, 5), generator=torch.Generator().manual_seed(0))
+    likelihood = get_likelihood("categorical")
+    found = compute_fisher(model, [(inputs, None)], likelihood, kfac="reduce")
+    assert {block.layer: block.names for block in found.blocks} == {
+        "turned": ("turned", "offset"),
+        "conv": ("conv.weight", "conv.bias"),
+        "head": ("head.weight", "head.bias"),
+    }
+    diagonal = compute_fisher(model, [(inputs, None)], likelihood).values
+    in_blocks = {name for block in found.blocks for name in block.names}
+    assert set(found.values) == set(diagonal) - in_blocks
+    for name, values in found.values.items():
+        torch.testing.assert_close(values, diagonal[name])
+    (turned,) = [block for block in found.blocks if block.layer == "turned"]
+    assert turned.transposed
+    assert (turned.input.size, turned.output.size) == (5, 6)
+    # Samples see each other nowhere: any batches give the same.
+    again = compute_fisher(model, [(inputs[:3], None), (inputs[3:], None)], likelihood, kfac="reduce")
+    for block, other in zip(found.blocks, again.blocks, strict=True):
+        torch.testing.assert_close(block.output.matrix(), other.output.matrix())
+        torch.testing.assert_close(block.input.matrix(), other.input.matrix())
+
+
+def psd(n, seed):
+    x = torch.randn(n, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return Full(x @ x.T / n)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    inputs=st.integers(1, 6),
+    outputs=st.integers(1, 6),
+    ranks=st.tuples(st.integers(0, 6), st.integers(0, 6)),
+    seed=st.integers(0, 99),
+)
+def test_a_block_is_the_kronecker_product_of_its_factors(inputs, outputs, ranks, seed):
+    """Full or truncated, times and spectral are what the matrix of all weights does."""
+    a, g = psd(inputs, seed), psd(outputs, seed + 1)
+    a, g = (f if not rank else f.truncated(rank) for f, rank in zip((a, g), ranks, strict=True))
+    block = Block("w", None, False, a, g)
+    whole = torch.kron(g.matrix(), a.matrix())
+    d = torch.randn(outputs, inputs, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    torch.testing.assert_close(block.times(d).flatten(), whole @ d.flatten())
+    torch.testing.assert_close(block.spectral(d, lambda value: value), block.times(d))
+    solved = torch.linalg.solve(torch.eye(len(whole), dtype=torch.float64) + 0.3 * whole, d.flatten())
+    torch.testing.assert_close(block.spectral(d, lambda value: 1 / (1 + 0.3 * value)).flatten(), solved)
+    torch.testing.assert_close(block.diagonal().flatten(), whole.diagonal())
+    assert block.trace == pytest.approx(whole.trace().item())
+
+
+def test_truncation_keeps_the_trace():
+    factor = psd(12, 0)
+    for rank in (1, 5, 12, 0.5, 0.99):
+        cut = factor.truncated(rank)
+        assert cut.trace == pytest.approx(factor.trace)
+        if rank < 1:
+            held = cut.eigenvalues.sum() / factor.trace
+            assert held >= rank
+            assert held - cut.eigenvalues[-1] / factor.trace < rank
+    torch.testing.assert_close(factor.truncated(12).matrix(), factor.matrix())
+
+
+def make_anchor(model, seed, form="expand", truncate=None):
+    """An anchor near a model with the K-FAC blocks of random data."""
+    shape = (6,) if isinstance(model[0], nn.Linear) else (2, 7, 7)
+    inputs = torch.randn(8, *shape, generator=torch.Generator().manual_seed(seed)).to(model[0].weight.dtype)
+    found = compute_fisher(model, [(inputs, None)], get_likelihood("categorical"), kfac=form)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {n: p.detach() + 0.1 * torch.randn(p.shape, generator=generator) for n, p in model.named_parameters()}
+    blocks = found.blocks
+    if truncate is not None:
+        blocks = [
+            replace(b, input=b.input.truncated(truncate), output=b.output.truncated(truncate)) for b in found.blocks
+        ]
+    blocks = {block.layer: block.to(torch.empty(0)) for block in blocks}
+    return Anchor(weights, {}, {}, Provenance(f"domain {seed}", curvature="kfac"), blocks=blocks)
+
+
+def quadratic(model, anchors, lambdas):
+    """Sum over anchors and blocks of lambda/2 d^T (G kron A) d, differentiable."""
+    named, total = dict(model.named_parameters()), 0.0
+    for anchor, lam in zip(anchors, lambdas, strict=True):
+        for block in anchor.blocks.values():
+            parts = [named[name] - anchor.weights[name] for name in block.names]
+            d = block.join(parts[0], parts[1] if len(parts) > 1 else None).flatten().double()
+            whole = torch.kron(block.output.matrix(), block.input.matrix()).double()
+            total = total + lam / 2 * d @ whole @ d
+    return total
+
+
+@pytest.mark.parametrize("truncate", [None, 2])
+@pytest.mark.parametrize("build", [dense, convolutional])
+def test_value_and_gradient_of_a_stack(build, truncate):
+    model = trained(build(), torch.float32)
+    anchors = [make_anchor(model, 0, truncate=truncate), make_anchor(model, 1, "reduce")]
+    penalty = Penalty(model, anchors, [3.0, 0.5])
+    expected = quadratic(model, anchors, [3.0, 0.5])
+    assert penalty.value() == pytest.approx(expected.item(), rel=1e-4)
+    assert penalty.free == ()
+    gradients = torch.autograd.grad(expected, list(model.parameters()))
+    penalty.add_gradient(2.0)
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(p.grad, 2 * gradient.float(), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("truncate", [None, 2])
+def test_the_proximal_step_is_the_implicit_one(truncate):
+    """theta' = theta - lr dP/dtheta'."""
+    model = trained(dense(), torch.float32)
+    anchor = make_anchor(model, 0, truncate=truncate)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    Penalty(model, anchor, 50.0, "proximal").proximal_step(0.7)
+    gradients = torch.autograd.grad(quadratic(model, [anchor], [50.0]), list(model.parameters()))
+    for (name, p), gradient in zip(model.named_parameters(), gradients, strict=True):
+        torch.testing.assert_close(p.detach() + 0.7 * gradient.float(), before[name], rtol=1e-3, atol=1e-4)
+
+
+def test_mixed_stacks():
+    """A diagonal anchor and one with blocks pull together."""
+    model = trained(dense(), torch.float32)
+    blocks = make_anchor(model, 0)
+    fisher = {name: torch.rand_like(p) for name, p in model.named_parameters()}
+    diagonal = Anchor(blocks.weights, {n: f.detach() for n, f in fisher.items()}, {}, Provenance("d"))
+    both, one, other = (
+        Penalty(model, anchors, lambdas)
+        for anchors, lambdas in (([diagonal, blocks], [2.0, 3.0]), (diagonal, 2.0), (blocks, 3.0))
+    )
+    assert both.value() == pytest.approx(one.value() + other.value(), rel=1e-5)
+
+
+def test_attached_to_an_optimizer():
+    """Both forms follow the optimizer's step, with its learning rate."""
+    for form in ("gradient", "proximal"):
+        model, twin = trained(dense(), torch.float32), trained(dense(), torch.float32)
+        anchor = make_anchor(model, 0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        Penalty(model, anchor, 5.0, form).attach(optimizer)
+        by_hand = Penalty(twin, anchor, 5.0, form)
+        for module, steps in ((model, optimizer), (twin, torch.optim.SGD(twin.parameters(), lr=0.1))):
+            module(torch.ones(2, 6)).sum().backward()
+            if module is twin and form == "gradient":
+                by_hand.add_gradient()
+            steps.step()
+        if form == "proximal":
+            by_hand.proximal_step(0.1)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("truncate", [None, 0.9])
+def test_saved_and_loaded(tmp_path, truncate):
+    model = trained(convolutional(), torch.float32)
+    anchor = make_anchor(model, 0, truncate=truncate)
+    saved = anchor.save(tmp_path / "a.safetensors")
+    for read in (Anchor.load(saved.path), Anchor.open(saved.path)):
+        assert read.provenance == saved.provenance
+        for layer, block in anchor.blocks.items():
+            other = read.blocks[layer]
+            assert type(other.input) is type(block.input)
+            assert (other.names, other.transposed) == (block.names, block.transposed)
+            assert torch.equal(other.input.matrix(), block.input.matrix())
+            assert torch.equal(other.output.matrix(), block.output.matrix())
+        penalty, expected = (Penalty(model, a, 1.0) for a in (read, anchor))
+        assert penalty.value() == expected.value()
+        assert set(read.without(["0.weight"]).blocks) == set(anchor.blocks) - {"0"}
+    assert saved.path.read_bytes() == anchor.save(tmp_path / "b.safetensors").path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("factor", "error", "message"),
+    [
+        (Full(torch.tensor([[1.0, 0.0], [0.5, 1.0]])), AnchorError, "input factor of 0 is not symmetric"),
+        (Full(torch.tensor([[1.0, 2.0], [2.0, 1.0]])), AnchorError, "input factor of 0 has negative eigenvalues"),
+        (Full(torch.full((2, 2), float("nan"))), NonFiniteError, "input factor of 0 holds NaN"),
+        (Truncated(torch.eye(2), torch.tensor([1.0, -1.0]), 0.0), AnchorError, "negative eigenvalues"),
+        (Truncated(torch.ones(2, 1), torch.tensor([1.0]), 0.0), AnchorError, "not orthonormal"),
+        (Full(torch.eye(3)), AnchorError, "factors of 0 have 3 and 2 rows; with weights of shape"),
+    ],
+)
+def test_factors_that_are_none(tmp_path, factor, error, message):
+    block = Block("0.weight", None, False, factor, Full(torch.eye(2)))
+    anchor = Anchor({"0.weight": torch.eye(2)}, {}, {}, Provenance("a", curvature="kfac"), blocks={"0": block})
+    with pytest.raises(error, match=message):
+        anchor.save(tmp_path / "a.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_kfac_cannot_do():
+    model, inputs = case("dense")
+    likelihood = get_likelihood("categorical")
+    with pytest.raises(UsageError, match="not with batched"):
+        compute_fisher(model, [(inputs, torch.zeros(12).long())], likelihood, "batched", kfac="expand")
+    with pytest.raises(UsageError, match="nor without rules"):
+        compute_fisher(model, [(inputs, None)], likelihood, kfac="expand", rules=False)
+    scale = nn.Sequential(nn.LayerNorm(6)).double()
+    with pytest.raises(ArchitectureError, match="there is no layer for K-FAC"):
+        compute_fisher(scale, [(inputs, None)], likelihood, kfac="expand")
+
+
+def test_blocks_that_do_not_fit_the_model():
+    model = trained(dense(), torch.float32)
+    anchor = make_anchor(model, 0)
+    with pytest.raises(AnchorMismatchError, match=r"holds 0.weight \(5, 6\), which the model does not have"):
+        Penalty(nn.Linear(6, 5), anchor, 1.0)
+    other = dense()
+    other[4] = nn.Linear(7, 9)
+    with pytest.raises(AnchorMismatchError, match=r"4.weight has shape \(4, 7\) in the anchor and \(9, 7\)"):
+        Penalty(other, anchor, 1.0)
+
+
+def test_from_checkpoint_to_checkpoint(tmp_path):
+    """consolidate and finetune with blocks, through files; they hold what the diagonal lets go."""
+    architecture = "mlp?in_features=8&hidden=16&num_classes=3&batch_norm=false"
+
+    def data(shift):
+        generator = torch.Generator().manual_seed(shift)
+        labels = torch.arange(300) % 3
+        inputs = torch.randn(300, 8, generator=generator) * 0.5 + 3 * nn.functional.one_hot(labels, 8)
+        return torch.utils.data.TensorDataset(inputs.roll(4 * shift, 1), labels.roll(shift))
+
+    ewc.finetune(architecture, data(0), epochs=20, lr=0.01, output=tmp_path / "m.pt", eval_on=[])
+    anchor = ewc.consolidate(tmp_path / "m.pt", data(0), curvature="kfac", output=tmp_path / "a.safetensors")
+    assert anchor.provenance.curvature == "kfac"
+    assert anchor.fisher == {}
+    options = {"epochs": 20, "lr": 0.01, "eval_on": {"old": data(0), "new": data(1)}}
+    plain = ewc.finetune(tmp_path / "m.pt", data(1), **options)
+    held = ewc.finetune(None, data(1), anchors=tmp_path / "a.safetensors", lambdas=10.0, **options)
+    assert held.after[0].accuracy > plain.after[0].accuracy + 0.1
+    assert held.history[-1] is not None
