@@ -47,6 +47,20 @@ class Factor(ABC):
     def eigen(self) -> Truncated:
         """Return its eigenvalues and eigenvectors."""
 
+    def truncated(self, rank: float | int) -> Truncated:
+        """Keep the leading eigenvectors, and the mean of the other eigenvalues for each of these.
+
+        Args:
+            rank: How many, or, below 1, what share of the trace they are to hold.
+        """
+        whole = self.eigen()
+        values = whole.eigenvalues.double()
+        kept = int((values.cumsum(0) < rank * self.trace).sum()) + 1 if rank < 1 else int(rank)
+        if kept >= len(values):
+            return whole
+        rest = (self.trace - values[:kept].sum().item()) / (self.size - kept)
+        return Truncated(whole.vectors[:, :kept].contiguous(), whole.eigenvalues[:kept], max(0.0, rest))
+
     def matrix(self) -> Tensor:
         """Return it as a matrix."""
         like = self.diagonal()
@@ -94,23 +108,6 @@ class Full(Factor):
         values, vectors = torch.linalg.eigh(self.values.double())
         return Truncated(vectors.flip(1).to(self.values), values.flip(0).clamp(min=0).to(self.values), 0.0)
 
-    def truncated(self, rank: float | int) -> Truncated:
-        """Keep the leading eigenvectors, and the mean of the other eigenvalues for each of these.
-
-        Args:
-            rank: How many, or, below 1, what share of the trace they are to hold.
-        """
-        whole = self.eigen()
-        values = whole.eigenvalues.double()
-        if rank < 1:
-            held = values.cumsum(0)
-            kept = int((held < rank * held[-1]).sum()) + 1
-        else:
-            kept = int(rank)
-        kept = min(kept, self.size)
-        rest = values[kept:].mean().item() if kept < self.size else 0.0
-        return Truncated(whole.vectors[:, :kept].contiguous(), whole.eigenvalues[:kept], rest)
-
 
 @dataclass(frozen=True)
 class Truncated(Factor):
@@ -147,7 +144,8 @@ class Truncated(Factor):
 
     def to(self, like: Tensor) -> Truncated:
         """See `Factor`."""
-        return Truncated(self.vectors.to(like), self.eigenvalues.to(like), self.rest)
+        rest = torch.tensor(self.rest, dtype=like.dtype).item()
+        return Truncated(self.vectors.to(like), self.eigenvalues.to(like), rest)
 
     def scaled(self, by: float) -> Truncated:
         """See `Factor`."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from ewc_finetune.kronecker import Block
 
 
 @dataclass(frozen=True)
@@ -32,16 +35,30 @@ def layer_of(parameter: str) -> str:
     return parameter.rpartition(".")[0] or parameter
 
 
-def importance_by_layer(fisher: Mapping[str, Tensor]) -> list[LayerImportance]:
-    """Sum a diagonal Fisher over each layer, in the order of the layers."""
-    layers: dict[str, list[Tensor]] = {}
+def importance_by_layer(
+    fisher: Mapping[str, Tensor], blocks: Iterable[Block] = (), order: Iterable[str] = ()
+) -> list[LayerImportance]:
+    """Sum the diagonal of a Fisher over each layer.
+
+    Args:
+        fisher: The diagonal by parameter, where there is one.
+        blocks: The blocks of the other layers.
+        order: Parameters in the order that the layers are wanted in; as they come otherwise.
+    """
+    layers: dict[str, list[tuple[int, float, float]]] = {}  # of each part its size, sum and largest
+    for block in blocks:
+        inputs, outputs = block.input.diagonal(), block.output.diagonal()
+        part = (len(inputs) * len(outputs), block.trace, (inputs.max() * outputs.max()).item())
+        layers.setdefault(layer_of(block.weight), []).append(part)
     for name, values in fisher.items():
-        layers.setdefault(layer_of(name), []).append(values.double())
-    sums = {layer: sum(v.sum().item() for v in parts) for layer, parts in layers.items()}
+        part = (values.numel(), values.sum(dtype=torch.float64).item(), values.max().item() if values.numel() else 0.0)
+        layers.setdefault(layer_of(name), []).append(part)
+    sums = {layer: sum(total for _, total, _ in parts) for layer, parts in layers.items()}
     trace = sum(sums.values()) or 1.0
     found = []
     for layer, parts in layers.items():
-        count = sum(v.numel() for v in parts)
-        peak = max((v.max().item() for v in parts if v.numel()), default=0.0)
+        count = sum(size for size, _, _ in parts)
+        peak = max(largest for _, _, largest in parts)
         found.append(LayerImportance(layer, count, sums[layer] / trace, sums[layer] / max(count, 1), peak))
-    return found
+    place = {layer_of(name): number for number, name in enumerate(order)}
+    return sorted(found, key=lambda layer: place.get(layer.layer, len(place)))

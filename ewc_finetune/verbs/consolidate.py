@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,16 @@ from ewc_finetune.anchor import Anchor, cpu_copy, validate
 from ewc_finetune.checkpoint.architecture import builds_by_itself
 from ewc_finetune.checkpoint.opening import open_model
 from ewc_finetune.checkpoint.state_dict import FROZEN
-from ewc_finetune.choices import CURVATURES, ESTIMATORS, Curvature, Estimator, LikelihoodName, check_choice
+from ewc_finetune.choices import (
+    CURVATURES,
+    ESTIMATORS,
+    KFAC_FORMS,
+    Curvature,
+    Estimator,
+    KfacForm,
+    LikelihoodName,
+    check_choice,
+)
 from ewc_finetune.curvature.fisher import Fisher, compute_fisher
 from ewc_finetune.curvature.importance import importance_by_layer
 from ewc_finetune.data.domain import Batch, Domain, Fingerprint
@@ -29,6 +38,7 @@ from ewc_finetune.devices import choose_device, on_device, random_state_kept
 from ewc_finetune.errors import UsageError
 from ewc_finetune.files import beside, check_output
 from ewc_finetune.inputs import count, take
+from ewc_finetune.kronecker import Block
 from ewc_finetune.likelihood import get_likelihood
 from ewc_finetune.modes import normalisation_layers
 from ewc_finetune.progress import Progress, Silent
@@ -45,6 +55,8 @@ def consolidate(
     architecture: str | None = None,
     name: str | None = None,
     curvature: Curvature = "diagonal",
+    kfac_form: KfacForm | Literal["auto"] = "auto",
+    kfac_rank: float | int | None = None,
     estimator: Estimator = "auto",
     draws: int = 1,
     samples: int | Literal["auto"] | None = None,
@@ -61,7 +73,7 @@ def consolidate(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Anchor:
-    """Compute the diagonal Fisher of a trained model on its data, and make an anchor of both.
+    """Compute the Fisher of a trained model on its data, and make an anchor of both.
 
     The model is left exactly as it was. The same seed on the same machine gives the same bytes.
 
@@ -71,8 +83,13 @@ def consolidate(
             labels, but for the `empirical` and `batched` estimators.
         architecture: What to build for a checkpoint that doesn't carry it; recorded in the anchor.
         name: What to call the domain; the kind of data unless given.
-        curvature: `diagonal` is the Fisher's; `identity` counts every parameter alike (plain L2): the data then only
-            shows how samples go into the model.
+        curvature: `diagonal` is the Fisher's; `kfac` takes Kronecker-factored blocks for the weights of linear maps and
+            convolutions, and the diagonal for the rest; `identity` counts every parameter alike (plain L2): the data
+            then only shows how samples go into the model.
+        kfac_form: What `kfac` does with several positions of a sample (tokens, pixels): `expand` takes each for a
+            sample of its own, `reduce` puts them together. `auto` expands where the outputs are a sequence too.
+        kfac_rank: Keep the leading eigenvectors of each factor that hold this share of its trace (below 1), or so many,
+            and the mean for all others. None keeps the factors whole.
         estimator: Whose labels the Fisher uses; `exact` is the expectation over the model's own predictions, `sampled`
             draws from them. `auto` is exact for up to 32 outputs and sampled beyond.
         draws: How many labels `sampled` draws for each sample.
@@ -102,6 +119,7 @@ def consolidate(
         check_output(Path(output), overwrite, [model])
     check_choice("curvature", curvature, CURVATURES)
     check_choice("estimator", estimator, ESTIMATORS)
+    _check_kfac(curvature, kfac_form, kfac_rank)
     if samples is not None and samples != "auto" and (type(samples) is not int or samples < 1):
         raise UsageError(f"samples is {samples}; expected auto or a whole number, at least 1")
     if type(draws) is not int or draws < 1:
@@ -147,7 +165,7 @@ def consolidate(
                     feed(_taken(chosen.batches(batch_size, order), limit, fingerprint), layout, opened.model, where),
                     rule,
                     estimator,
-                    kfac="expand" if curvature == "kfac" else None,
+                    kfac=_form(kfac_form, likelihood) if curvature == "kfac" else None,
                     parameters=parameters,
                     draws=draws,
                     rtol=rtol if samples == "auto" else None,
@@ -175,7 +193,7 @@ def consolidate(
                 "fingerprint": fingerprint.hexdigest() if found.samples else None,
             },
             likelihood=likelihood,
-            estimator=found.estimator if curvature == "diagonal" else "none",
+            estimator="none" if curvature == "identity" else found.estimator,
             curvature=curvature,
             draws=draws if found.estimator == "sampled" else None,
             samples=found.samples,
@@ -183,7 +201,7 @@ def consolidate(
             batch_size=batch_size,
             seed=seed,
             excluded=excluded,
-            importance=[asdict(layer) for layer in importance_by_layer(fisher)],
+            importance=[asdict(layer) for layer in importance_by_layer(fisher, found.blocks, parameters)],
             normalisation={"statistics": "frozen", "layers": list(normalisation_layers(opened.model))},
             lineage=opened.record.lineage if lineage is None else list(lineage),
             scores=found.scores,
@@ -196,7 +214,7 @@ def consolidate(
             fisher=fisher,
             buffers=cpu_copy(_persistent_buffers(opened.model)),
             provenance=provenance,
-            blocks={block.layer: block.to(torch.empty(0)) for block in found.blocks},
+            blocks={block.layer: _stored(block, kfac_rank) for block in found.blocks},
         )
     validate(anchor)
     return anchor if output is None else anchor.save(output)
@@ -205,6 +223,27 @@ def consolidate(
 def default_output(model: str | Path) -> Path:
     """Return where the anchor of a checkpoint file goes: beside it, `model.pt` to `model.anchor.safetensors`."""
     return beside(Path(model), ".anchor.safetensors")
+
+
+def _check_kfac(curvature: Curvature, kfac_form: str, kfac_rank: float | int | None) -> None:
+    check_choice("kfac form", kfac_form, ("auto", *KFAC_FORMS))
+    if curvature != "kfac" and (kfac_form != "auto" or kfac_rank is not None):
+        raise UsageError(f"a form and a rank are of K-FAC's factors, and the curvature is {curvature}")
+    if kfac_rank is not None and not (0 < kfac_rank < 1 or (kfac_rank >= 1 and kfac_rank == int(kfac_rank))):
+        raise UsageError(f"kfac rank is {kfac_rank}; expected a share between 0 and 1, or a whole number")
+
+
+def _form(form: KfacForm | Literal["auto"], likelihood: LikelihoodName) -> KfacForm:
+    if form == "auto":
+        return "expand" if likelihood == "per-token" else "reduce"
+    return form
+
+
+def _stored(block: Block, rank: float | int | None) -> Block:
+    """Return a block as the anchor keeps it: in float32 on the CPU, of no higher rank."""
+    if rank is not None:
+        block = replace(block, input=block.input.truncated(rank), output=block.output.truncated(rank))
+    return block.to(torch.empty(0))
 
 
 def _identity(parameters: Mapping[str, torch.Tensor]) -> Fisher:
