@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +25,7 @@ class HeldBlock:
         self._bias = bias
         self._centre = centre.to(weight.device)
         self.block = block.to(self._centre)
+        self._eigen: Block | None = None
 
     def _difference(self) -> Tensor:
         weight = self.weight.detach()
@@ -49,7 +52,9 @@ class HeldBlock:
     @torch.no_grad()
     def move(self, lr: float) -> None:
         """Take the implicit step, `D <- (1 + lr A ⊗ G)^-1 D`, in the eigenbasis."""
-        moved = self.block.spectral(self._difference(), lambda value: 1 / (1 + lr * value)) + self._centre
+        if self._eigen is None:
+            self._eigen = replace(self.block, input=self.block.input.eigen(), output=self.block.output.eigen())
+        moved = self._eigen.spectral(self._difference(), lambda value: 1 / (1 + lr * value)) + self._centre
         for parameter, part in self._parts(moved):
             self._known(parameter.detach(), parameter).copy_(part)
 

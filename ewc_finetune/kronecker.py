@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+_SMALL = 1024
+
 
 class Factor(ABC):
     """One factor of a block: a symmetric matrix without negative eigenvalues."""
@@ -105,7 +107,9 @@ class Full(Factor):
 
     def eigen(self) -> Truncated:
         """See `Factor`."""
-        values, vectors = torch.linalg.eigh(self.values.double())
+        # In float64 it takes minutes for thousands of rows, and what it would add is below what the factor knows.
+        exact = self.values.double() if len(self.values) <= _SMALL else self.values
+        values, vectors = torch.linalg.eigh(exact)
         return Truncated(vectors.flip(1).to(self.values), values.flip(0).clamp(min=0).to(self.values), 0.0)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ewc_finetune.choices import CURVATURES, ESTIMATORS, LIKELIHOODS
+from ewc_finetune.choices import CURVATURES, ESTIMATORS, KFAC_FORMS, LIKELIHOODS
 from ewc_finetune.cli.command import Command, common_options, only_one
 
 
@@ -17,6 +17,15 @@ def _samples(text: str) -> int | str:
     if not text.isdecimal() or int(text) < 1:
         raise click.BadParameter(f"{text!r} is neither auto nor a number of samples, at least 1.")
     return int(text)
+
+
+def _rank(text: str) -> float | str:
+    if text in ("auto", "full"):
+        return text
+    try:
+        return float(text) if float(text) < 1 else int(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is neither auto, full, a share nor a whole number.") from None
 
 
 @click.command(cls=Command)
@@ -42,7 +51,24 @@ def _samples(text: str) -> int | str:
     type=click.Choice(CURVATURES),
     default="diagonal",
     show_default=True,
-    help="The diagonal of the Fisher, or the identity: every parameter counts alike (plain L2).",
+    help="The diagonal of the Fisher; Kronecker-factored blocks for linear layers and convolutions, and the diagonal "
+    "for the rest (kfac); or the identity: every parameter counts alike (plain L2).",
+)
+@click.option(
+    "--kfac-form",
+    type=click.Choice(["auto", *KFAC_FORMS]),
+    default="auto",
+    show_default=True,
+    help="What kfac does with several positions of a sample: take each for a sample (expand), or put them together.",
+)
+@click.option(
+    "--kfac-rank",
+    type=_rank,
+    default="auto",
+    show_default=True,
+    metavar="X",
+    help="Eigenvectors to keep of each factor: those that hold a share of the trace (below 1), or so many; auto is "
+    "0.99, full keeps all.",
 )
 @click.option("--name", help="What to call the domain.  [default: the kind of data]")
 @click.option(

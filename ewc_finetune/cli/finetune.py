@@ -31,9 +31,8 @@ from ewc_finetune.cli.command import Command, common_options, only_one
     "lambdas",
     type=float,
     multiple=True,
-    default=[100.0],
-    show_default="100",
-    help="Strength of the penalty: once for all anchors, or once for each.",
+    callback=lambda _, __, values: list(values) or None,
+    help="Strength of the penalty: once for all anchors, or once for each.  [default: 100; 10 for anchors of K-FAC]",
 )
 @click.option(
     "--penalty-form",

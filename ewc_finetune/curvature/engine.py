@@ -228,6 +228,8 @@ class Engine:
         parts = []
         if ruled:
             parts.append(f"layer rules for {_count(ruled)}")
+        if self.layers:
+            parts.append(f"of which {len(self.layers)} layers with K-FAC blocks ({self.form})")
         if rest:
             way = "one sample at a time" if self._refusal else "vectorised (torch.func)"
             reasons = "; ".join(f"{name} {reason}" for name, reason in list(rest.items())[:3])

@@ -46,6 +46,8 @@ from ewc_finetune.provenance import Provenance
 from ewc_finetune.verbs.prepare import prepare
 
 DEFAULT_RTOL = 0.02
+# The share of a factor's trace that its kept eigenvectors hold.
+AUTO_RANK = 0.99
 
 
 def consolidate(
@@ -56,7 +58,7 @@ def consolidate(
     name: str | None = None,
     curvature: Curvature = "diagonal",
     kfac_form: KfacForm | Literal["auto"] = "auto",
-    kfac_rank: float | int | None = None,
+    kfac_rank: float | Literal["auto", "full"] = "auto",
     estimator: Estimator = "auto",
     draws: int = 1,
     samples: int | Literal["auto"] | None = None,
@@ -89,7 +91,7 @@ def consolidate(
         kfac_form: What `kfac` does with several positions of a sample (tokens, pixels): `expand` takes each for a
             sample of its own, `reduce` puts them together. `auto` expands where the outputs are a sequence too.
         kfac_rank: Keep the leading eigenvectors of each factor that hold this share of its trace (below 1), or so many,
-            and the mean for all others. None keeps the factors whole.
+            and the mean for all others. `auto` is 0.99, `full` keeps the factors whole.
         estimator: Whose labels the Fisher uses; `exact` is the expectation over the model's own predictions, `sampled`
             draws from them. `auto` is exact for up to 32 outputs and sampled beyond.
         draws: How many labels `sampled` draws for each sample.
@@ -225,12 +227,19 @@ def default_output(model: str | Path) -> Path:
     return beside(Path(model), ".anchor.safetensors")
 
 
-def _check_kfac(curvature: Curvature, kfac_form: str, kfac_rank: float | int | None) -> None:
+def _check_kfac(curvature: Curvature, kfac_form: str, kfac_rank: float | str) -> None:
     check_choice("kfac form", kfac_form, ("auto", *KFAC_FORMS))
-    if curvature != "kfac" and (kfac_form != "auto" or kfac_rank is not None):
+    if curvature != "kfac" and (kfac_form != "auto" or kfac_rank != "auto"):
         raise UsageError(f"a form and a rank are of K-FAC's factors, and the curvature is {curvature}")
-    if kfac_rank is not None and not (0 < kfac_rank < 1 or (kfac_rank >= 1 and kfac_rank == int(kfac_rank))):
-        raise UsageError(f"kfac rank is {kfac_rank}; expected a share between 0 and 1, or a whole number")
+    known = kfac_rank in ("auto", "full") if isinstance(kfac_rank, str) else _is_rank(kfac_rank)
+    if not known:
+        raise UsageError(
+            f"kfac rank is {kfac_rank}; expected auto, full, a share between 0 and 1, or a number of eigenvectors"
+        )
+
+
+def _is_rank(value: float) -> bool:
+    return 0 < value < 1 or (value >= 1 and value == int(value))
 
 
 def _form(form: KfacForm | Literal["auto"], likelihood: LikelihoodName) -> KfacForm:
@@ -239,10 +248,11 @@ def _form(form: KfacForm | Literal["auto"], likelihood: LikelihoodName) -> KfacF
     return form
 
 
-def _stored(block: Block, rank: float | int | None) -> Block:
+def _stored(block: Block, rank: float | str) -> Block:
     """Return a block as the anchor keeps it: in float32 on the CPU, of no higher rank."""
-    if rank is not None:
-        block = replace(block, input=block.input.truncated(rank), output=block.output.truncated(rank))
+    if rank != "full":
+        kept = AUTO_RANK if isinstance(rank, str) else rank
+        block = replace(block, input=block.input.truncated(kept), output=block.output.truncated(kept))
     return block.to(torch.empty(0))
 
 

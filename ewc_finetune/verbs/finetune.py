@@ -53,7 +53,7 @@ from ewc_finetune.verbs.head import class_names, give_head, head_names
 from ewc_finetune.verbs.journal import Journal
 from ewc_finetune.verbs.prepare import prepare
 
-DEFAULT_LAMBDA = 100.0
+DEFAULT_LAMBDA = {"diagonal": 100.0, "identity": 100.0, "kfac": 10.0}
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def finetune(
     data: Any,
     *,
     anchors: Anchor | str | Path | Sequence[Anchor | str | Path] = (),
-    lambdas: float | Sequence[float] = DEFAULT_LAMBDA,
+    lambdas: float | Sequence[float] | None = None,
     penalty_form: PenaltyForm = "gradient",
     lineage: Lineage = "all",
     head: Head = "shared",
@@ -118,7 +118,8 @@ def finetune(
             such as `mlp` (fresh weights). None starts from the weights of the last anchor.
         data: The new domain: a data spec (its train split unless it says), dataset or loader.
         anchors: Anchors or their files, oldest first.
-        lambdas: Strength of the penalty, one for all or one for each anchor.
+        lambdas: Strength of the penalty, one for all or one for each anchor; unless given 10 for those of K-FAC and 100
+            for others.
         penalty_form: `gradient` adds the penalty's gradient to the loss's; `proximal` takes the exact implicit step of
             the penalty after each of the optimizer's, which is stable at any lambda.
         lineage: What an anchor pulls to that had a part in a later one: `all` to its own weights, `latest` to the later
@@ -162,11 +163,12 @@ def finetune(
     ):
         check_choice(option, value, choices)
     # Without anchors a lambda does nothing, but a wrong one is still an error.
-    strengths = spread_lambdas(lambdas, len(given) or 1)[: len(given)]
+    asked = [] if lambdas is None else spread_lambdas(lambdas, len(given) or 1)[: len(given)]
     output = None if output is None else Path(output)
     if output is not None:
         _check_output(output, overwrite, [model, *given])
     stacked = [item if isinstance(item, Anchor) else Anchor.open(item) for item in given]
+    strengths = asked or [DEFAULT_LAMBDA[anchor.provenance.curvature] for anchor in stacked]
     for remark in [r for anchor in stacked for r in anchor.remarks] + remarks(stacked, lineage):
         progress.note(remark)
     domain = resolve_domain(data, "train", data_dir)
@@ -406,7 +408,8 @@ def _warn_of_overshooting(progress: Progress, penalty: Penalty | None, schedule:
 def _curvature(origin: Provenance) -> str:
     if origin.curvature == "identity":
         return "identity"
-    return f"{origin.estimator} Fisher of {origin.samples} samples"
+    kind = "K-FAC blocks" if origin.curvature == "kfac" else "Fisher"
+    return f"{origin.estimator} {kind} of {origin.samples} samples"
 
 
 def _say(
