@@ -94,8 +94,12 @@ class Anchor:
             NonFiniteError: if a tensor holds NaN or infinity.
             StorageError: if the file cannot be written.
         """
-        path = Path(path)
         validate(self)
+        with atomic_write(Path(path)) as temporary:
+            return self.write(temporary, Path(path))
+
+    def write(self, temporary: Path, path: Path) -> Anchor:
+        """Write a valid anchor into a temporary file, which is to be renamed to `path`; see `save`."""
         tensors = {f"fisher.{name}": value.float() for name, value in self.fisher.items()}
         tensors |= {f"anchor.{name}": value for name, value in self.weights.items()}
         tensors |= {f"buffer.{name}": value for name, value in self.buffers.items()}
@@ -106,15 +110,14 @@ class Anchor:
             "format_version": str(FORMAT_VERSION),
             "anchor": json.dumps(asdict(provenance), sort_keys=True),
         }
-        with atomic_write(path) as temporary:
-            try:
-                save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, temporary, metadata)
-            except SafetensorError as error:
-                full = "No space" in str(error)
-                reason = "the disk is full. Nothing was left behind" if full else str(error)
-                raise StorageError(f"cannot write {path}: {reason}") from error
-            _sort_metadata(temporary)
-        return replace(self, provenance=provenance, path=path, digest=sha256(path))
+        try:
+            save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, temporary, metadata)
+        except SafetensorError as error:
+            full = "No space" in str(error)
+            reason = "the disk is full. Nothing was left behind" if full else str(error)
+            raise StorageError(f"cannot write {path}: {reason}") from error
+        _sort_metadata(temporary)
+        return replace(self, provenance=provenance, path=path, digest=sha256(temporary))
 
     @classmethod
     def load(cls, path: str | Path) -> Anchor:
@@ -303,7 +306,8 @@ def _check_is_safetensors(path: Path) -> None:
         head = file.read(9)
     if not head:
         raise AnchorError(f"{path} is empty; expected an anchor. Copy it again, or make it with `ewc-ft consolidate`")
-    if head[:2] in (b"PK", b"\x80\x02", b"\x80\x04"):
+    # A safetensors file begins with the length of its header, which may look like anything, and an opening brace.
+    if head[8:9] != b"{" and head[:2] in (b"PK", b"\x80\x02", b"\x80\x04"):
         raise AnchorError(
             f"{path} is a checkpoint that torch.save wrote, not an anchor. `ewc-ft consolidate {path}` makes its anchor"
         )

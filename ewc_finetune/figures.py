@@ -26,7 +26,7 @@ def draw_run(path: Path, history: Sequence[Mapping[str, Any]], title: str) -> No
     steps = [line for line in history if "loss" in line]
     scored = [line for line in history if "scores" in line]
     figure = Figure(figsize=(10, 4), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(_plain(title))
     losses, accuracies = figure.subplots(1, 2)
     marker = "o" if len(steps) < 20 else ""
     at = [line["step"] for line in steps]
@@ -43,7 +43,7 @@ def draw_run(path: Path, history: Sequence[Mapping[str, Any]], title: str) -> No
     for domain in domains:
         scores = [line["scores"][domain] for line in scored]
         values = [100 * score["accuracy"] if by_accuracy else score["loss"] for score in scores]
-        (curve,) = accuracies.plot([line["epoch"] for line in scored], values, marker="o", label=domain)
+        (curve,) = accuracies.plot([line["epoch"] for line in scored], values, marker="o", label=_plain(domain))
         accuracies.annotate(
             f"{values[-1]:.1f}", (scored[-1]["epoch"], values[-1]), xytext=(6, -3), textcoords="offset points",
             color=curve.get_color(), fontsize=9,
@@ -60,6 +60,11 @@ def draw_run(path: Path, history: Sequence[Mapping[str, Any]], title: str) -> No
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
     save_figure(path, figure)
+
+
+def _plain(text: str) -> str:
+    """Return text in which matplotlib finds no formula."""
+    return text.replace("$", r"\$")
 
 
 def figure_format(path: Path) -> str:
@@ -94,8 +99,8 @@ def draw_importance(path: Path, layers: Sequence[Mapping[str, Any]], title: str)
     names, shares = [layer["layer"] for layer in layers], [100 * layer["share"] for layer in layers]
     bars = axes.barh(range(len(layers)), shares, color="C0")
     axes.bar_label(bars, fmt="%.1f", padding=3, fontsize=8)
-    axes.set_yticks(range(len(layers)), names, fontsize=8)
+    axes.set_yticks(range(len(layers)), map(_plain, names), fontsize=8)
     axes.invert_yaxis()
-    axes.set(xlabel="% of the trace", title=title, xlim=(0, 1.12 * max(shares, default=1.0)))
+    axes.set(xlabel="% of the trace", title=_plain(title), xlim=(0, 1.12 * max(shares, default=1.0)))
     axes.spines[["top", "right"]].set_visible(False)
     save_figure(path, figure)

@@ -8,7 +8,7 @@ import hashlib
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ewc_finetune.errors import StorageError
@@ -23,20 +23,64 @@ def atomic_write(path: Path) -> Iterator[Path]:
     Raises:
         StorageError: if the folder is missing or not writable, or the disk is full.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    with atomic_writes([path]) as (temporary,), storage_errors(path):
+        yield temporary
+
+
+@contextlib.contextmanager
+def atomic_writes(paths: Sequence[Path]) -> Iterator[list[Path]]:
+    """Do what `atomic_write` does for several files, of which there are all in the end or none."""
+    temporaries = [_hidden(path, "tmp") for path in paths]
     try:
-        with storage_errors(path):
-            os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-            permissions = stat.S_IMODE(temporary.stat().st_mode)
-            yield temporary
-            # Writers that put a file of their own in this place (safetensors) make it private.
-            temporary.chmod(permissions)
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            temporary.replace(path)
-            _sync_folder(path.parent)
+        for path, temporary in zip(paths, temporaries, strict=True):
+            with storage_errors(path):
+                os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        permissions = [stat.S_IMODE(temporary.stat().st_mode) for temporary in temporaries]
+        yield temporaries
+        for path, temporary, mode in zip(paths, temporaries, permissions, strict=True):
+            with storage_errors(path):
+                # Writers that put a file of their own in this place (safetensors) make it private.
+                temporary.chmod(mode)
+                with temporary.open("rb") as file:
+                    os.fsync(file.fileno())
+        _rename(list(zip(temporaries, paths, strict=True)))
+        for folder in {path.parent for path in paths}:
+            _sync_folder(folder)
     finally:
-        temporary.unlink(missing_ok=True)
+        for temporary in temporaries:
+            temporary.unlink(missing_ok=True)
+
+
+def _rename(pairs: Sequence[tuple[Path, Path]]) -> None:
+    """Rename files, and undo it if one cannot be renamed or somebody interrupts."""
+    kept: list[tuple[Path, Path]] = []
+    try:
+        for _, path in pairs[:-1]:  # the last one has nothing behind it that could fail
+            if path.exists():
+                kept.append((_hidden(path, "old"), path))
+                with storage_errors(path):
+                    os.link(path, kept[-1][0])
+        done: list[Path] = []
+        try:
+            for temporary, path in pairs:
+                with storage_errors(path):
+                    done.append(path)
+                    temporary.replace(path)
+        except BaseException:
+            before = {path: old for old, path in kept}
+            for path in done[:-1]:
+                if path in before:
+                    before[path].replace(path)
+                else:
+                    path.unlink(missing_ok=True)
+            raise
+    finally:
+        for old, _ in kept:
+            old.unlink(missing_ok=True)
+
+
+def _hidden(path: Path, ending: str) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{ending}")
 
 
 @contextlib.contextmanager

@@ -47,6 +47,9 @@ def replace_head(model: nn.Module, outputs: int, keep: bool) -> tuple[str, nn.Li
             are frozen, which new outputs of the same tensor could not be.
     """
     name, old = find_head(model)
+    parts = [part for part, _ in old.named_parameters()]
+    if not set(parts) <= {"weight", "bias"}:
+        raise ArchitectureError(f"the head {name} is parametrised by {', '.join(parts)}; it cannot be replaced as such")
     if keep and outputs < old.out_features:
         raise ArchitectureError(f"the head {name} has {old.out_features} outputs; it cannot expand to {outputs}")
     if keep and not all(parameter.requires_grad for parameter in old.parameters()):

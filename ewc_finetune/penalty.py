@@ -205,12 +205,13 @@ class _Held:
     Attributes:
         parameter: The model's own.
         curvature: `lambda F`, in the dtype of the centre.
-        centre: `theta*`.
+        centre: `theta*`, in the parameter's dtype or a wider one.
     """
 
     def __init__(self, parameter: nn.Parameter, curvature: Tensor, centre: Tensor) -> None:
         self.parameter = parameter
-        self.centre = centre.to(parameter.device)
+        # float32 for half-precision weights, float64 for those.
+        self.centre = centre.to(parameter.device, torch.promote_types(parameter.dtype, centre.dtype))
         self.curvature = curvature.to(self.centre)
         self._rows = max(1, _piece(parameter.device) // max(1, math.prod(parameter.shape[1:])))
         self._length = len(self.centre) if self.centre.ndim else None
@@ -266,13 +267,11 @@ def _move(every: Sequence[tuple[_Held, float]]) -> None:
     trained = ((held, lr) for held, lr in every if held.parameter.requires_grad)
     pieces = ((*piece, lr) for held, lr in trained for piece in held.pieces())
     for thetas, curvatures, centres, rates in _together(pieces):
-        stays = torch._foreach_mul(curvatures, rates)
-        torch._foreach_add_(stays, 1.0)
-        torch._foreach_reciprocal_(stays)
+        # The share of the way to the centre, x / (1 + x), and not 1 - 1 / (1 + x), in which a small x would be lost.
+        share = torch._foreach_mul(curvatures, rates)
+        torch._foreach_div_(share, torch._foreach_add(share, 1.0))
         moved = _as(thetas, centres)
-        # Where the curvature is 0 this leaves the parameter to the bit.
-        for theta, centre, share in zip(moved, centres, stays, strict=True):
-            torch.lerp(centre, theta, share, out=theta)
+        torch._foreach_lerp_(moved, centres, share)
         if moved is not thetas:
             torch._foreach_copy_(thetas, moved)
 

@@ -106,12 +106,16 @@ def _is_text_or_none(value: Any) -> bool:
     return value is None or isinstance(value, str)
 
 
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return (isinstance(value, float) and math.isfinite(value)) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def _is_importance(value: Any) -> bool:
@@ -136,23 +140,24 @@ def _is_kfac(value: Any) -> bool:
 
 def _is_merged(value: Any) -> bool:
     parents = value.get("parents") if isinstance(value, dict) else None
-    return isinstance(parents, list) and all(
-        isinstance(parent, dict)
-        and _is_text_or_none(parent.get("sha256"))
-        and _is_number(parent.get("lambda"))
-        and isinstance(parent.get("provenance"), dict)
-        and _is_lineage(parent["provenance"].get("lineage", []))
-        for parent in parents
+    return (
+        isinstance(parents, list)
+        and all(
+            isinstance(parent, dict)
+            and _is_text_or_none(parent.get("sha256"))
+            and _is_number(parent.get("lambda"))
+            and isinstance(parent.get("provenance"), dict)
+            and _is_lineage(parent["provenance"].get("lineage", []))
+            for parent in parents
+        )
+        and _is_texts(value.get("through", []))
     )
 
 
 def is_head(value: Any) -> bool:
     """Whether a value is what is known of a new last layer, or None."""
     return value is None or (
-        isinstance(value, dict)
-        and isinstance(value.get("id"), str)
-        and isinstance(value.get("parameters"), list)
-        and all(map(_is_text, value["parameters"]))
+        isinstance(value, dict) and isinstance(value.get("id"), str) and _is_texts(value.get("parameters"))
     )
 
 
@@ -170,7 +175,7 @@ def _is_input(value: Any) -> bool:
 
 def _is_error(value: Any) -> bool:
     def known(number: Any) -> bool:
-        return number is None or isinstance(number, (int, float))
+        return number is None or _is_number(number)
 
     layers = value.get("layers", {}) if isinstance(value, dict) else None
     return value is None or (
@@ -194,7 +199,7 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "samples": (_is_count, "a number of samples"),
     "standard_error": (_is_error, "an object with a trace and layers"),
     "batch_size": (lambda v: v is None or _is_count(v), "a number of samples"),
-    "seed": (lambda v: isinstance(v, int), "a number"),
+    "seed": (_is_number, "a number"),
     "curvature": (lambda v: v in CURVATURES, f"one of {', '.join(CURVATURES)}, which this version reads"),
     "kfac": (_is_kfac, "a list of layers, each with weight, bias and transposed"),
     "constant": (_is_dict_of(_is_number), "an object of numbers"),
@@ -204,9 +209,9 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "reduction": (lambda v: v == "mean", "'mean', the only one of format version 1"),
     "half": (lambda v: v is True, "true: the penalty is lambda/2 times the quadratic"),
     "excluded": (_is_dict_of(_is_text), "an object of reasons"),
-    "normalisation": (lambda v: isinstance(v, dict), "an object"),
+    "normalisation": (lambda v: isinstance(v, dict) and _is_texts(v.get("layers", [])), "an object with layers"),
     "lineage": (_is_lineage, "a list of objects"),
-    "scores": (_is_dict_of(lambda v: isinstance(v, (int, float))), "an object of numbers"),
+    "scores": (_is_dict_of(_is_number), "an object of numbers"),
     "input": (_is_input, "an object with a shape"),
-    "classes": (lambda v: v is None or (isinstance(v, list) and all(map(_is_text, v))), "a list of names"),
+    "classes": (lambda v: v is None or _is_texts(v), "a list of names"),
 }

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ewc_finetune.anchor import Anchor, refuse_zero
 from ewc_finetune.choices import LINEAGES, Lineage, check_choice
-from ewc_finetune.errors import AnchorMismatchError, UsageError
+from ewc_finetune.errors import AnchorMismatchError, NonFiniteError, UsageError
 from ewc_finetune.kronecker import Block
 from ewc_finetune.tensor_file import TensorFile, shapes_of
 
@@ -49,7 +49,10 @@ def spread_lambdas(lambdas: float | Sequence[float], anchors: int) -> list[float
     Raises:
         UsageError: if one is negative or not a finite number, or they are neither one nor one for each anchor.
     """
-    values = [float(value) for value in (lambdas if isinstance(lambdas, Iterable) else [lambdas])]
+    try:
+        values = [float(value) for value in (lambdas if isinstance(lambdas, Iterable) else [lambdas])]
+    except OverflowError as error:
+        raise UsageError("a lambda is too large for a float") from error
     for value in values:
         if not math.isfinite(value) or value < 0:
             raise UsageError(f"lambda is {value}; expected a finite number, 0 or above")
@@ -83,6 +86,7 @@ def collapse(
     Raises:
         AnchorMismatchError: if two anchors give one parameter different shapes, or have different likelihoods.
         AnchorError: if the Fisher of a file is zero everywhere.
+        NonFiniteError: if a lambda times a Fisher is beyond the numbers.
         UsageError: for `latest` with anchors that were never saved: lineages know anchors by their files' digests.
     """
     check_choice("lineage", lineage, LINEAGES)
@@ -90,7 +94,7 @@ def collapse(
         raise UsageError("lineage latest needs anchors that are saved: their digests tell who had a part in whom")
     anchors = of_one_head(anchors, anchors[-1].provenance.head) if anchors else []
     check_together(anchors, growing)
-    centres = [_latest(anchors, k) if lineage == "latest" else anchor for k, anchor in enumerate(anchors)]
+    centres = [_latest(anchors, k, growing) if lineage == "latest" else anchor for k, anchor in enumerate(anchors)]
     stacked = [part for part in zip(anchors, centres, lambdas, strict=True) if part[2] > 0]
     # Of those that are read here for the first time it is not known yet that they hold anything.
     useless = {
@@ -108,14 +112,14 @@ def collapse(
         total, pull, spread = torch.zeros_like(newest), torch.zeros_like(newest), torch.zeros_like(newest)
         constant = 0.0
         for anchor, at, lam in holding:
-            weighted = anchor.fisher[name].double().mul_(lam)
+            weighted = anchor.fisher[name].double() * lam
             if id(anchor) in useless and weighted.any():
                 del useless[id(anchor)]
             rows = slice(len(weighted)) if name in growing else ...
             total[rows] += weighted
             constant += lam * anchor.provenance.constant.get(name, 0.0)
             if at is not base:
-                difference = at.weights[name].double()[rows].sub_(newest[rows])
+                difference = at.weights[name].double()[rows] - newest[rows]
                 pull[rows].addcmul_(weighted, difference)
                 spread[rows].addcmul_(weighted, difference.square_())
         offset = torch.where(total > 0, pull / total, 0.0)
@@ -124,6 +128,10 @@ def collapse(
         found.centre[name] = (newest + offset) if wide else (newest + offset).float()
         if constant:
             found.constant[name] = constant
+        if not found.curvature[name].isfinite().all():
+            raise NonFiniteError(
+                f"lambda times the Fisher of {name} is too large for its numbers; use a smaller lambda"
+            )
     for anchor in useless.values():
         refuse_zero(anchor)
     for anchor, at, lam in stacked:
@@ -136,17 +144,27 @@ def collapse(
 
 def newest_whole(anchors: Sequence[Anchor], holding: Sequence[Anchor], name: str) -> Anchor:
     """Return the newest of the anchors that has all rows of a parameter that those holding it know."""
-    shape = max((shapes_of(anchor.fisher)[name] for anchor in holding), key=torch.Size.numel)
+    shape = max((shapes_of(anchor.fisher)[name] for anchor in holding), key=tuple)
     return next(anchor for anchor in reversed(anchors) if shapes_of(anchor.weights).get(name) == shape)
 
 
 def grown_parameters(anchors: Sequence[Anchor]) -> set[str]:
-    """Return the parameters of which some anchors know more rows than others, and that are alike otherwise."""
+    """Return the parameters of the one layer of which some anchors know more rows than others; none without one.
+
+    Raises:
+        AnchorMismatchError: if they are of several layers, and so of no head that was expanded.
+    """
     shapes: dict[str, set[torch.Size]] = {}
     for anchor in anchors:
         for name, shape in shapes_of(anchor.fisher).items():
             shapes.setdefault(name, set()).add(shape)
-    return {name for name, known in shapes.items() if len(known) > 1 and len({shape[1:] for shape in known}) == 1}
+    found = {name for name, known in shapes.items() if len(known) > 1}
+    if len({name.rpartition(".")[0] for name in found}) > 1:
+        raise AnchorMismatchError(
+            f"anchors of different models: {', '.join(sorted(found)[:3])} have other shapes in {anchors[0].label} than "
+            f"in {anchors[-1].label}, and only one layer can have been expanded"
+        )
+    return found
 
 
 def of_one_head(anchors: Sequence[Anchor], head: Mapping[str, Any] | None) -> list[Anchor]:
@@ -154,7 +172,12 @@ def of_one_head(anchors: Sequence[Anchor], head: Mapping[str, Any] | None) -> li
 
     Two layers that were trained each from the start have nothing to do with each other, even if they are of one shape.
     """
-    return [anchor if not (other := foreign_head(anchor, head)) else anchor.without(other) for anchor in anchors]
+    return [
+        replace(anchor.without(other), provenance=replace(anchor.provenance, head=None if head is None else dict(head)))
+        if (other := foreign_head(anchor, head))
+        else anchor
+        for anchor in anchors
+    ]
 
 
 def foreign_head(anchor: Anchor, head: Mapping[str, Any] | None) -> set[str]:
@@ -165,8 +188,18 @@ def foreign_head(anchor: Anchor, head: Mapping[str, Any] | None) -> set[str]:
     return {name for known in (own, head) if known is not None for name in known["parameters"]}
 
 
-def remarks(anchors: Sequence[Anchor], lineage: Lineage = "all") -> list[str]:
-    """Say what a user should know before stacking these: what counts twice, is left out, or has another scale."""
+def remarks(
+    anchors: Sequence[Anchor], lineage: Lineage = "all", model: tuple[str, Mapping[str, Any] | None] | None = None
+) -> list[str]:
+    """Say what a user should know before stacking these: what counts twice, is left out, or has another scale.
+
+    Args:
+        anchors: Oldest first.
+        lineage: See `collapse`.
+        model: What to call the model that they pull on, and its head; the newest anchor's unless given.
+    """
+    if model is None:
+        model = (anchors[-1].label, anchors[-1].provenance.head) if anchors else ("", None)
     found = []
     for number, anchor in enumerate(anchors):
         for other in anchors[:number]:
@@ -186,10 +219,8 @@ def remarks(anchors: Sequence[Anchor], lineage: Lineage = "all") -> list[str]:
         late = [other.label for other in anchors[number + 1 :] if _had_a_part(other, anchor)]
         if late:
             found.append(f"{', '.join(late)} had a part in {anchor.label} and comes after it; expected oldest first")
-        if foreign_head(anchor, anchors[-1].provenance.head):
-            found.append(
-                f"{anchor.label} has another last layer than {anchors[-1].label}, so that of the first is left out"
-            )
+        if foreign_head(anchor, model[1]):
+            found.append(f"{anchor.label} has another last layer than {model[0]}, so the anchor's is left out")
     for what, values in (
         ("curvature", {anchor.provenance.curvature: anchor.label for anchor in anchors}),
         ("estimator", {anchor.provenance.estimator: anchor.label for anchor in anchors}),
@@ -238,8 +269,9 @@ def check_together(anchors: Sequence[Anchor], growing: Collection[str] = ()) -> 
     for anchor in anchors:
         for name, shape in shapes_of(anchor.fisher).items():
             other, expected = first.setdefault(name, (anchor, shape))
-            if shape != expected and not (name in growing and shape[1:] == expected[1:]):
-                grown = shape[1:] == expected[1:] and not growing
+            alike = _is_grown(shape, expected) or _is_grown(expected, shape)
+            if shape != expected and not (name in growing and alike):
+                grown = alike and not growing
                 hint = ". If the head was expanded in between, add --head expand" if grown else ""
                 raise AnchorMismatchError(
                     f"anchors of different models: {name} has shape {tuple(expected)} in "
@@ -247,13 +279,25 @@ def check_together(anchors: Sequence[Anchor], growing: Collection[str] = ()) -> 
                 )
 
 
-def _latest(anchors: Sequence[Anchor], k: int) -> Anchor:
+def _latest(anchors: Sequence[Anchor], k: int, growing: Collection[str]) -> Anchor:
     """Return the newest anchor in whose weights anchor k had a part; itself if there is none."""
-    held = shapes_of(anchors[k].fisher).items()
+
+    def knows(later: Anchor) -> bool:
+        theirs = shapes_of(later.weights)
+        return all(
+            name in theirs and (theirs[name] == shape or (name in growing and _is_grown(shape, theirs[name])))
+            for name, shape in shapes_of(anchors[k].fisher).items()
+        )
+
     for later in reversed(anchors[k + 1 :]):
-        if _had_a_part(anchors[k], later) and held <= shapes_of(later.weights).items():
+        if _had_a_part(anchors[k], later) and knows(later):
             return later
     return anchors[k]
+
+
+def _is_grown(shape: torch.Size, other: torch.Size) -> bool:
+    """Whether the other shape is this one with rows added."""
+    return len(shape) == len(other) > 0 and shape[1:] == other[1:] and shape[0] <= other[0]
 
 
 def _had_a_part(anchor: Anchor, other: Anchor) -> bool:

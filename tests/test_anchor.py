@@ -87,6 +87,15 @@ def test_any_text_survives(tmp_path_factory, name, classes, spec):
     assert Anchor.load(path).provenance == provenance
 
 
+def test_a_header_whose_length_looks_like_a_pickle(tmp_path):
+    length = 0x0480
+    start = make(provenance=Provenance(name="")).save(tmp_path / "a.safetensors").path.read_bytes()[:8]
+    name = "x" * (length - int.from_bytes(start, "little"))
+    path = make(provenance=Provenance(name=name)).save(tmp_path / "b.safetensors").path
+    assert path.read_bytes()[:2] == b"\x80\x04"
+    assert Anchor.load(path).provenance.name == name
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -181,6 +190,11 @@ def test_unknown_keys_are_ignored_with_a_remark(tmp_path):
         ("classes", [{}], "classes is"),
         ("half", False, "lambda/2"),
         ("curvature", "ekfac", "curvature is 'ekfac'"),
+        ("normalisation", {"layers": 5}, "normalisation is"),
+        ("merged", {"parents": [], "through": [[]]}, "merged is"),
+        ("samples", 10**400, "samples is"),
+        ("seed", 10**400, "seed is"),
+        ("scores", {"loss": 10**400}, "scores is"),
     ],
 )
 def test_a_document_that_contradicts_the_format(tmp_path, key, value, message):

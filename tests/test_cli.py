@@ -502,6 +502,8 @@ def test_merge_and_inspect(ewc_ft, two):
     ewc_ft("inspect", "both.safetensors", "--plot", "both.png", expect=1)
     ewc_ft("inspect", "both.safetensors", "--plot", "both.pdf")
     assert (two / "both.pdf").read_bytes().startswith(b"%PDF")
+    ewc_ft("merge", "both.safetensors", "-o", "dollar.safetensors", "--name", "costs $^$ or $$")
+    ewc_ft("inspect", "dollar.safetensors", "--plot", "dollar.png")
     assert "should end in .png, .pdf, .svg" in ewc_ft("inspect", "both.safetensors", "--plot", "both", expect=2).stderr
     ewc_ft("inspect", "model.pt", expect=1)
     ewc_ft("merge", "--output", "none.safetensors", expect=2)

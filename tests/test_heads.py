@@ -17,6 +17,7 @@ from ewc_finetune.errors import AnchorMismatchError, ArchitectureError, DataErro
 from ewc_finetune.heads import find_head, replace_head, with_head_of
 from ewc_finetune.likelihood import Categorical, get_likelihood
 from ewc_finetune.progress import Silent
+from ewc_finetune.stack import collapse
 
 ARCHITECTURE = "mlp?in_features=4&hidden=8&num_classes=3&batch_norm=false"
 
@@ -129,6 +130,75 @@ def test_the_rows_that_anchors_know_by_hand():
         Penalty(model, anchors[0], 1.0)
     free = Penalty(model, anchors[0].without(names), 1.0)
     assert free.free == ("weight", "bias")
+
+
+def test_latest_with_an_expanded_head(anchored, tmp_path):
+    """The older curvature moves to the newer weights, of the head the rows that it knows."""
+    done = ewc.finetune(None, data(2, offset=3), anchors=anchored, head="expand", epochs=1, output=tmp_path / "e.pt")
+    b = ewc.consolidate(done.output, data(2, offset=3), output=tmp_path / "b.safetensors")
+    a = Anchor.load(anchored)
+    names = ["head.weight", "head.bias"]
+    found = collapse([a, b], [1.0, 1.0], "latest", growing=names)
+    for name, centre in found.centre.items():
+        assert torch.equal(centre, b.weights[name])
+        rows = len(a.fisher[name])
+        torch.testing.assert_close(found.curvature[name][:rows], a.fisher[name] + b.fisher[name][:rows])
+        assert torch.equal(found.curvature[name][rows:], b.fisher[name][rows:])
+    # In the wrong order the merged anchor is still of a model that there is.
+    turned = ewc.merge([b, a], head="expand", output=tmp_path / "c.safetensors", checkpoint=tmp_path / "c.pt")
+    assert turned.provenance.checkpoint["architecture"] == b.provenance.checkpoint["architecture"]
+    bare = ewc.consolidate(done.output, data(2, offset=3), exclude=["head.*"])
+    for head in ("shared", "expand"):
+        with pytest.raises(AnchorMismatchError, match=r"does not hold it, and \(3, 8\) where it is held"):
+            ewc.merge([a, bare], head=head)
+
+
+def test_only_one_layer_can_have_been_expanded():
+    short, long = (make_anchor(nn.Sequential(nn.Linear(3, n), nn.Linear(n, 2)), n) for n in (2, 4))
+    with pytest.raises(AnchorMismatchError, match="only one layer can have been expanded"):
+        ewc.merge([short, long], head="expand")
+
+    class Scalar(nn.Module):
+        def __init__(self, *shape):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(shape))
+            self.other = nn.Parameter(torch.ones(2))
+
+    with pytest.raises(AnchorMismatchError, match=r"scale has shape \(\) in"):
+        ewc.merge([make_anchor(Scalar(), 0), make_anchor(Scalar(3), 1)], head="expand")
+
+
+def test_a_new_head_of_a_module_is_known_to_the_next_anchor(anchored):
+    model = ewc.finetune(None, data(3), anchors=anchored, epochs=0).model
+    done = ewc.finetune(model, data(2), head="new", epochs=0)
+    assert done.head["parameters"] == ["head.weight", "head.bias"]
+    b = ewc.consolidate(model, data(2), head=done.head)
+    merged = ewc.merge([anchored, b])
+    assert torch.equal(merged.weights["head.weight"], b.weights["head.weight"])
+
+
+def test_the_models_own_head_counts(anchored, tmp_path):
+    """Not the newest anchor's: an anchor of the model's head holds it in any order."""
+    other = ewc.finetune(None, data(3, shift=1.0), anchors=anchored, head="new", epochs=1, output=tmp_path / "d.pt")
+    ewc.consolidate(other.output, data(3, shift=1.0), output=tmp_path / "d.safetensors")
+    for order in ([anchored, tmp_path / "d.safetensors"], [tmp_path / "d.safetensors", anchored]):
+        notes = Notes()
+        ewc.finetune(tmp_path / "m.pt", data(3), anchors=order, epochs=0, progress=notes)
+        assert not any("free, since" in line for line in notes.lines)
+        assert f"{tmp_path / 'd.safetensors'} has another last layer than the model" in "".join(notes.lines)
+
+
+def test_heads_that_cannot_be_given(anchored):
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)))
+    with pytest.raises(ArchitectureError, match="is parametrised by"):
+        replace_head(model, 5, keep=True)
+    targets = TensorDataset(torch.randn(6, 4), torch.rand(6))
+    for head in ("new", "expand"):
+        with pytest.raises(DataError, match="has no class for each sample"):
+            ewc.finetune(None, targets, anchors=anchored, head=head)
+    loader = torch.utils.data.DataLoader(data(2, offset=3), batch_size=10)
+    with pytest.raises(DataError, match="does not show its labels beforehand"):
+        ewc.finetune(None, loader, anchors=anchored, head="expand")
 
 
 def test_heads_are_found_and_replaced():

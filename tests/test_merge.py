@@ -297,6 +297,54 @@ def test_an_interrupted_merge_leaves_neither_anchor_nor_checkpoint(tmp_path, mon
     assert (tmp_path / "model.pt").read_text() == "earlier"
 
 
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_merge_whose_second_rename_fails_takes_the_first_back(tmp_path, monkeypatch, earlier):
+    data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.arange(8) % 3)
+    start = ewc.finetune("mlp?in_features=4&num_classes=3&hidden=4", data, epochs=0, output=tmp_path / "m.pt")
+    a = ewc.consolidate(start.output, data, output=tmp_path / "a.safetensors").path
+    if earlier:
+        (tmp_path / "c.safetensors").write_text("earlier")
+    before = sorted(tmp_path.iterdir())
+    rename = type(a).replace
+
+    def interrupted(self, target):
+        if target.name == "model.pt":
+            assert (tmp_path / "c.safetensors").read_bytes() != b"earlier"
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(type(a), "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ewc.merge(a, output=tmp_path / "c.safetensors", checkpoint=tmp_path / "model.pt", overwrite=True)
+    assert sorted(tmp_path.iterdir()) == before
+    if earlier:
+        assert (tmp_path / "c.safetensors").read_text() == "earlier"
+
+
+def half():
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).to(torch.bfloat16)
+
+
+def test_the_merged_model_of_half_precision_keeps_its_width(tmp_path):
+    model = half().eval()
+    anchors = [
+        replace(make_anchor(model, seed), buffers={n: b.clone() for n, b in model.named_buffers()}) for seed in (0, 1)
+    ]
+    ewc.merge(anchors, checkpoint=tmp_path / "m.pt", architecture="test_merge:half")
+    state = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert {t.dtype for t in state.values() if t.is_floating_point()} == {torch.bfloat16}
+
+
+def test_lambdas_that_float32_cannot_hold(tmp_path):
+    model = nn.Linear(2, 2).double()
+    anchors = [make_anchor(model, 0), make_anchor(model, 1)]
+    with pytest.raises(NonFiniteError, match="use smaller lambdas"):
+        ewc.merge(anchors, lambdas=1e39)
+    with pytest.raises(NonFiniteError, match="use larger lambdas"):
+        ewc.merge(anchors, lambdas=1e-50, output=tmp_path / "x.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
 def test_models_that_have_nothing_in_common():
     with pytest.raises(AnchorMismatchError, match="have no parameter in common"):
         ewc.merge([make_anchor(nn.Linear(2, 2), 0), make_anchor(Small(), 1)])

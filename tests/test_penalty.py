@@ -1,6 +1,8 @@
 """The collapsed penalty against the plain sum over anchors, by autograd in float64."""
 
+import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import ewc_finetune as ewc
 from ewc_finetune import Anchor, Penalty, Provenance
-from ewc_finetune.errors import AnchorMismatchError, UsageError
+from ewc_finetune.errors import AnchorMismatchError, NonFiniteError, UsageError
 from ewc_finetune.stack import collapse, remarks, spread_lambdas
 
 
@@ -36,6 +39,58 @@ def loop_over_anchors(model, anchors, lambdas):
             difference = parameters[name].double() - anchor.weights[name].double()
             total = total + lam / 2 * (fisher.double() * difference**2).sum()
     return total
+
+
+@pytest.mark.parametrize("x", [1e-12, 3e-8, 1.5e-7, 1e-6, 1e-3, 1.0, 1e6])
+def test_the_proximal_step_is_exact_however_small(x):
+    """In float32 too: what one step moves is `x / (1 + x)` of the way, and many small ones add up."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    anchor = Anchor({"weight": torch.ones(1, 1)}, {"weight": torch.ones(1, 1)}, {}, Provenance("a"))
+    Penalty(model, anchor, 1.0, "proximal").proximal_step(x)
+    assert model.weight.item() == pytest.approx(x / (1 + x), rel=1e-6)
+
+
+@pytest.mark.parametrize("form", ["gradient", "proximal"])
+def test_a_float64_model_under_a_float32_anchor(form):
+    """It keeps its precision, and where the curvature is 0 nothing moves."""
+    model = trained(nn.Linear(4, 3))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in before.items()}
+    fisher = {"weight": torch.zeros(3, 4), "bias": torch.ones(3)}
+    penalty = Penalty(model, Anchor(weights, fisher, {}, Provenance("a")), 2.0, form)
+    assert penalty.value() == pytest.approx(before["bias"].square().sum().item(), rel=1e-12)
+    if form == "gradient":
+        penalty.add_gradient()
+        torch.testing.assert_close(model.bias.grad, 2 * before["bias"], rtol=1e-12, atol=0)
+    else:
+        penalty.proximal_step(0.5)
+        assert torch.equal(model.weight, before["weight"])
+        torch.testing.assert_close(model.bias.detach(), before["bias"] / 2, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_anchors_stay_as_they_are(dtype):
+    model = trained(nn.Linear(3, 2), dtype)
+    anchors = [make_anchor(model, seed) for seed in range(3)]
+    anchors = [replace(a, fisher={n: f.to(dtype) for n, f in a.fisher.items()}) for a in anchors]
+    copies = [({**a.weights}, {**a.fisher}) for a in copy.deepcopy(anchors)]
+    values = {Penalty(model, anchors, 3.0).value() for _ in range(2)}
+    merged = ewc.merge(anchors)
+    ewc.merge(anchors, online=True, gamma=0.5)
+    values |= {Penalty(model, anchors, 3.0).value(), Penalty(model, anchors, 3.0).value()}
+    assert len(values) == 1
+    assert Penalty(model, merged, 3.0).value() == pytest.approx(values.pop(), rel=1e-5)
+    for anchor, (weights, fisher) in zip(anchors, copies, strict=True):
+        assert all(torch.equal(anchor.weights[name], weights[name]) for name in weights)
+        assert all(torch.equal(anchor.fisher[name], fisher[name]) for name in fisher)
+
+
+@pytest.mark.parametrize("lam", [1e39, 10**400])
+def test_a_lambda_beyond_the_numbers(lam):
+    model = nn.Linear(2, 2)
+    with pytest.raises((NonFiniteError, UsageError), match="too large for"):
+        Penalty(model, make_anchor(model, 0), lam)
 
 
 stacks = st.lists(

@@ -6,11 +6,10 @@ torch keeps its own version numbers in: the file stays a plain state dict, for `
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -146,21 +145,6 @@ def save_checkpoint(
 ) -> None:
     """Write the model as a state dict that carries `record`; the same model gives the same bytes.
 
-    Args: see `checkpoint_at`.
-
-    Raises:
-        StorageError: if it cannot be written.
-    """
-    with checkpoint_at(path, model, record, dtypes):
-        pass
-
-
-@contextlib.contextmanager
-def checkpoint_at(
-    path: Path, model: nn.Module, record: Record, dtypes: Mapping[str, torch.dtype] | None = None
-) -> Iterator[None]:
-    """Write a checkpoint that appears at its path once the block has succeeded, and else leaves nothing.
-
     Args:
         path: The file.
         model: On any device.
@@ -170,6 +154,14 @@ def checkpoint_at(
     Raises:
         StorageError: if it cannot be written.
     """
+    with atomic_write(path) as temporary:
+        write_checkpoint(temporary, path, model, record, dtypes)
+
+
+def write_checkpoint(
+    temporary: Path, path: Path, model: nn.Module, record: Record, dtypes: Mapping[str, torch.dtype] | None = None
+) -> None:
+    """Write it into a temporary file, which is to be renamed to `path`; see `save_checkpoint`."""
     state = model.state_dict(keep_vars=True)
     metadata = getattr(state, "_metadata", OrderedDict())
     # One copy for each tensor, so that what is tied in the model is one storage in the file too.
@@ -181,16 +173,14 @@ def checkpoint_at(
     state = OrderedDict((name, copies.get(id(value), value)) for name, value in state.items())
     state._metadata = metadata  # type: ignore[attr-defined]
     metadata[_KEY] = asdict(record)
-    with atomic_write(path) as temporary:
-        with temporary.open("wb") as file:
-            try:
-                # To an open file: given a path, torch would write the temporary name into the archive.
-                torch.save(state, file)
-            except RuntimeError as error:
-                if isinstance(error.__context__, OSError):
-                    raise error.__context__ from None  # torch's writer hides what the system said
-                raise StorageError(f"cannot write {path}: {error}. Nothing was left behind") from error
-        yield
+    with temporary.open("wb") as file:
+        try:
+            # To an open file: given a path, torch would write the temporary name into the archive.
+            torch.save(state, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None  # torch's writer hides what the system said
+            raise StorageError(f"cannot write {path}: {error}. Nothing was left behind") from error
 
 
 def _is_safetensors(path: Path) -> bool:

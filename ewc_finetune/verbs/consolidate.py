@@ -68,6 +68,7 @@ def consolidate(
     likelihood: LikelihoodName = "categorical",
     exclude: Sequence[str] = (),
     lineage: Sequence[dict[str, Any]] | None = None,
+    head: dict[str, Any] | None = None,
     device: str = "auto",
     seed: int = 0,
     data_dir: str | Path | None = None,
@@ -103,6 +104,7 @@ def consolidate(
         likelihood: How outputs become log p(y | x).
         exclude: Patterns (`head.*`) of parameters to leave free.
         lineage: Anchors that a module was already trained under (`Finetuned.lineage`); a file carries its own.
+        head: Of a module that was given a new last layer (`Finetuned.head`); likewise.
         device: `auto`, `cpu`, `cuda` or `mps`.
         seed: Of the subset and of the labels of `sampled`.
         data_dir: Where downloaded data lies.
@@ -208,7 +210,7 @@ def consolidate(
             lineage=opened.record.lineage if lineage is None else list(lineage),
             scores=found.scores,
             input=layout.to_json(),
-            head=opened.record.head,
+            head=opened.record.head if head is None else head,
             classes=opened.record.classes if domain.classes is None else list(domain.classes),
         )
         anchor = Anchor(

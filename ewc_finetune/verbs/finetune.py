@@ -68,6 +68,7 @@ class Finetuned:
         steps: Optimizer steps taken.
         norm_stats: What was done with normalisation statistics.
         lineage: The anchors that have pulled on the model, for `consolidate`; a checkpoint file carries them itself.
+        head: What is known of its last layer, if it was given a new one; likewise.
         output: The checkpoint file, where one was written.
         run: The run folder, where one was written.
     """
@@ -79,6 +80,7 @@ class Finetuned:
     steps: int
     norm_stats: NormStats
     lineage: list[dict[str, Any]]
+    head: dict[str, Any] | None
     output: Path | None
     run: Path | None
 
@@ -154,23 +156,12 @@ def finetune(
     progress = progress or Silent()
     _check_numbers(epochs=epochs, lr=lr, batch_size=batch_size, momentum=momentum, log_every=log_every)
     given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
-    for option, value, choices in (
-        ("optimizer", optimizer, OPTIMIZERS),
-        ("penalty form", penalty_form, PENALTY_FORMS),
-        ("lineage", lineage, LINEAGES),
-        ("head", head, HEADS),
-        ("norm stats", norm_stats or "frozen", NORM_STATS),
-    ):
-        check_choice(option, value, choices)
-    # Without anchors a lambda does nothing, but a wrong one is still an error.
-    asked = [] if lambdas is None else spread_lambdas(lambdas, len(given) or 1)[: len(given)]
+    _check_words(optimizer, penalty_form, lineage, head, norm_stats or "frozen")
     output = None if output is None else Path(output)
     if output is not None:
         _check_output(output, overwrite, [model, *given])
     stacked = [item if isinstance(item, Anchor) else Anchor.open(item) for item in given]
-    strengths = asked or [DEFAULT_LAMBDA[anchor.provenance.curvature] for anchor in stacked]
-    for remark in [r for anchor in stacked for r in anchor.remarks] + remarks(stacked, lineage):
-        progress.note(remark)
+    strengths = _strengths(lambdas, stacked)
     domain = resolve_domain(data, "train", data_dir)
     start, fresh = _start(model, architecture, stacked, domain, seed)
     policy: NormStats = norm_stats or ("update" if fresh else "frozen")
@@ -183,6 +174,9 @@ def finetune(
         if old is not None:
             undoing.callback(start.model.set_submodule, *old)
             start = give_head(start, head, domain, seed, output is not None, progress)
+        known_of_files = [remark for anchor in stacked for remark in anchor.remarks]
+        for remark in known_of_files + remarks(stacked, lineage, ("the model", start.record.head)):
+            progress.note(remark)
         known, outputs = start.record, None if old is None else find_head(start.model)[1].out_features
         layout = prepare(start.model, domain, domain.likelihood(rule), where, known, progress, outputs)
         watched = [
@@ -192,8 +186,7 @@ def finetune(
         held = of_one_head(stacked, known.head)
         growing = head_names(old) if head == "expand" else ()
         penalty = Penalty(start.model, held, strengths, penalty_form, lineage, growing=growing) if stacked else None
-        _say(progress, start, stacked, strengths, penalty, policy, fresh)
-        _warn_of_overshooting(progress, penalty, schedule)
+        _say(progress, start, stacked, strengths, penalty, schedule, fresh)
         record = Record(
             architecture=known.architecture,
             input=layout.to_json(),
@@ -250,6 +243,7 @@ def finetune(
         steps=steps,
         norm_stats=policy,
         lineage=record.lineage,
+        head=record.head,
         output=output,
         run=None if folder is None else folder.path,
     )
@@ -271,6 +265,24 @@ def _check_output(output: Path, overwrite: bool, inputs: Sequence[object]) -> No
     for source in inputs:
         if isinstance(source, (str, Path)) and folder.resolve() in Path(source).resolve().parents:
             raise StorageError(f"{source} lies in the run folder {folder} of this output. Choose another path")
+
+
+def _strengths(lambdas: float | Sequence[float] | None, anchors: Sequence[Anchor]) -> list[float]:
+    if lambdas is None:
+        return [DEFAULT_LAMBDA[anchor.provenance.curvature] for anchor in anchors]
+    # Without anchors a lambda does nothing, but a wrong one is still an error.
+    return spread_lambdas(lambdas, len(anchors) or 1)[: len(anchors)]
+
+
+def _check_words(optimizer: str, penalty_form: str, lineage: str, head: str, norm_stats: str) -> None:
+    for option, value, choices in (
+        ("optimizer", optimizer, OPTIMIZERS),
+        ("penalty form", penalty_form, PENALTY_FORMS),
+        ("lineage", lineage, LINEAGES),
+        ("head", head, HEADS),
+        ("norm stats", norm_stats, NORM_STATS),
+    ):
+        check_choice(option, value, choices)
 
 
 def _check_numbers(epochs: int, lr: float, batch_size: int, momentum: float, log_every: int) -> None:
@@ -418,7 +430,7 @@ def _say(
     anchors: Sequence[Anchor],
     strengths: Sequence[float],
     penalty: Penalty | None,
-    policy: NormStats,
+    schedule: Schedule,
     fresh: bool,
 ) -> None:
     """Tell the user what the run assumes."""
@@ -430,4 +442,5 @@ def _say(
         progress.note(f"free, since no anchor holds them: {', '.join(penalty.free)}")
     layers = normalisation_layers(start.model)
     if layers:
-        progress.note(f"normalisation statistics of {len(layers)} layers: {policy}")
+        progress.note(f"normalisation statistics of {len(layers)} layers: {schedule.norm_stats}")
+    _warn_of_overshooting(progress, penalty, schedule)

@@ -14,6 +14,7 @@ from ewc_finetune.checkpoint.state_dict import Record
 from ewc_finetune.choices import Head
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.devices import random_state_kept
+from ewc_finetune.errors import DataError
 from ewc_finetune.heads import find_head, replace_head
 from ewc_finetune.inputs import tensors
 from ewc_finetune.progress import Progress
@@ -36,10 +37,15 @@ def give_head(start: Opened, head: Head, domain: Domain, seed: int, written: boo
     """
     name, layer = find_head(start.model)
     outputs = layer.out_features if head == "expand" else 1
-    if domain.labels is not None and len(domain.labels):
-        outputs = max(outputs, int(domain.labels.max()) + 1)
+    labels = domain.labels
+    if labels is not None and (labels.is_floating_point() or labels.ndim != 1):
+        raise DataError(f"{domain.name} has no class for each sample, so it does not say how many outputs to make")
+    if labels is not None and len(labels):
+        outputs = max(outputs, int(labels.max()) + 1)
     elif head == "new":
         outputs = domain.count_classes()
+    else:
+        raise DataError(f"{domain.name} does not show its labels beforehand; give a dataset to expand the head for")
     if head == "new":
         progress.note(f"head {name}: a new one, with {outputs} outputs in the place of {layer.out_features}")
     elif outputs > layer.out_features:

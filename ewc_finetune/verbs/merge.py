@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -15,11 +14,11 @@ from torch import Tensor, nn
 from ewc_finetune._version import __version__
 from ewc_finetune.anchor import Anchor, validate
 from ewc_finetune.checkpoint.opening import open_checkpoint
-from ewc_finetune.checkpoint.state_dict import Record, checkpoint_at, from_anchor
+from ewc_finetune.checkpoint.state_dict import Record, from_anchor, write_checkpoint
 from ewc_finetune.choices import LINEAGES, MERGED_HEADS, Lineage, MergedHead, check_choice
 from ewc_finetune.curvature.importance import importance_by_layer
-from ewc_finetune.errors import NonFiniteError, StorageError, UsageError
-from ewc_finetune.files import check_output
+from ewc_finetune.errors import AnchorMismatchError, NonFiniteError, StorageError, UsageError
+from ewc_finetune.files import atomic_writes, check_output, storage_errors
 from ewc_finetune.precision import wide
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.provenance import Provenance
@@ -27,6 +26,7 @@ from ewc_finetune.stack import (
     Quadratic,
     check_together,
     collapse,
+    foreign_head,
     grown_parameters,
     lineage_of,
     newest_whole,
@@ -34,6 +34,7 @@ from ewc_finetune.stack import (
     remarks,
     spread_lambdas,
 )
+from ewc_finetune.tensor_file import shapes_of
 
 
 def merge(
@@ -110,21 +111,26 @@ def merge(
         quadratic = _online(parents, strengths, growing)
     else:
         quadratic = collapse(parents, strengths, lineage, growing=growing)
-    if not all(map(math.isfinite, quadratic.constant.values())):
-        raise NonFiniteError("the sum of the curvatures is too large for its numbers; use smaller lambdas")
+    _check_sums(quadratic)
+    weights = _weights(parents, quadratic)
     merged = Anchor(
-        weights=_weights(parents, quadratic),
+        weights=weights,
         fisher=quadratic.curvature,
         buffers=_of_one_width(parents[-1].buffers, quadratic),
-        provenance=_provenance(parents, strengths, quadratic, name, online, gamma, lineage),
+        provenance=_provenance(
+            parents, strengths, quadratic, name, online, gamma, lineage, _alike(parents, weights).provenance
+        ),
     )
     validate(merged)
-    with contextlib.ExitStack() as both_or_none:
-        if checkpoint is not None:
-            model, record = _model(merged, parents, strengths, architecture)
-            both_or_none.enter_context(checkpoint_at(Path(checkpoint), model, record))
+    model = None if checkpoint is None else _model(merged, parents, strengths, architecture)
+    paths = [Path(path) for path in (output, checkpoint) if path is not None]
+    with atomic_writes(paths) as temporaries:
         if output is not None:
-            merged = merged.save(output)
+            with storage_errors(paths[0]):
+                merged = merged.write(temporaries[0], paths[0])
+        if model is not None:
+            with storage_errors(paths[-1]):
+                write_checkpoint(temporaries[-1], paths[-1], *model)
     if checkpoint is not None:
         progress.note(f"{checkpoint}: the centre of the stack as a model, with the buffers of {parents[-1].label}")
     return merged
@@ -153,9 +159,35 @@ def _online(anchors: Sequence[Anchor], lambdas: Sequence[float], growing: Collec
         for anchor, lam in zip(anchors, lambdas, strict=True):
             if name in anchor.fisher:
                 fisher = anchor.fisher[name].double()
-                total[slice(len(fisher)) if name in growing else ...] += fisher.mul_(lam)
+                total[slice(len(fisher)) if name in growing else ...] += fisher * lam
         found.curvature[name] = total.float()
     return found
+
+
+def _check_sums(quadratic: Quadratic) -> None:
+    """Refuse lambdas that float32 cannot hold, in which the file has them."""
+    sums = [curvature.float() for curvature in quadratic.curvature.values()]
+    if not all(map(math.isfinite, quadratic.constant.values())) or not all(part.isfinite().all() for part in sums):
+        raise NonFiniteError("the sum of the curvatures is too large for its numbers; use smaller lambdas")
+    if sums and not any(part.any() for part in sums):
+        raise NonFiniteError("the sum of the curvatures is zero in its numbers; use larger lambdas")
+
+
+def _alike(parents: Sequence[Anchor], weights: Mapping[str, Tensor]) -> Anchor:
+    """Return the newest parent whose weights have the shapes of the merged ones, and so the same architecture."""
+    shapes = shapes_of(weights)
+    head = parents[-1].provenance.head
+    for parent in reversed(parents):
+        own, foreign = shapes_of(parent.weights), foreign_head(parent, head)
+        for name, shape in shapes.items():
+            if name not in foreign and tuple(own.get(name, shape)) > tuple(shape):
+                raise AnchorMismatchError(
+                    f"{name} has shape {tuple(own[name])} in {parent.label}, which does not hold it, and "
+                    f"{tuple(shape)} where it is held: some of its rows would be lost. Consolidate that checkpoint "
+                    "without excluding it"
+                )
+    fitting = [p for p in parents if all(shapes_of(p.weights).get(n, shape) == shape for n, shape in shapes.items())]
+    return fitting[-1] if fitting else parents[-1]
 
 
 def _weights(anchors: Sequence[Anchor], quadratic: Quadratic) -> dict[str, Tensor]:
@@ -182,9 +214,9 @@ def _provenance(
     online: bool,
     gamma: float,
     lineage: Lineage,
+    newest: Provenance,
 ) -> Provenance:
     origins = [anchor.provenance for anchor in anchors]
-    newest = origins[-1]
     held = quadratic.curvature
     reasons = {n: reason for origin in origins for n, reason in origin.excluded.items() if n not in held}
     every = [entry for origin in origins for entry in origin.lineage]
@@ -242,7 +274,7 @@ def _model(
     merged: Anchor, parents: Sequence[Anchor], lambdas: Sequence[float], architecture: str | None
 ) -> tuple[nn.Module, Record]:
     """Return the centre as a model, each tensor in the dtype that the newest parent has it in, and its record."""
-    newest = parents[-1].weights
+    newest = {**parents[-1].weights, **parents[-1].buffers}
     found = from_anchor(merged)
     state = {name: t.to(newest[name].dtype) if name in newest else t for name, t in found.state.items()}
     opened = open_checkpoint(replace(found, state=state), architecture)
