@@ -239,9 +239,10 @@ def _add(every: Sequence[_Held], scale: float | Tensor) -> None:
     pieces = ((*piece, g) for held in trained for piece, g in zip(held.pieces(), held.gradients(), strict=True))
     for thetas, curvatures, centres, gradients in _together(pieces):
         pull = torch._foreach_sub(_as(thetas, centres), centres)
+        torch._foreach_mul_(pull, curvatures)
         if isinstance(scale, Tensor) or scale != 1:
             torch._foreach_mul_(pull, scale)
-        torch._foreach_addcmul_(gradients, curvatures, pull)
+        torch._foreach_add_(gradients, pull)
 
 
 @torch.no_grad()
