@@ -30,21 +30,25 @@ class BlockFile(Mapping[str, Block]):
         tensors: The file's `kfac.` tensors.
         records: Of each layer `weight`, `bias` and `transposed`.
         where: The file, for messages.
+
+    Attributes:
+        records: As given.
+        tensors: As given.
     """
 
     def __init__(self, tensors: TensorFile, records: Mapping[str, Mapping[str, Any]], where: str) -> None:
         self.records = dict(records)
-        self._tensors = tensors
+        self.tensors = tensors
         self._where = where
 
     def without(self, layers: Collection[str]) -> BlockFile:
         """Return the same but for some layers."""
         kept = {layer: record for layer, record in self.records.items() if layer not in layers}
-        return BlockFile(self._tensors, kept, self._where)
+        return BlockFile(self.tensors, kept, self._where)
 
     def __getitem__(self, layer: str) -> Block:
         record = self.records[layer]
-        factors = [_read(self._tensors, f"{layer}.{side}", self._where) for side in SIDES]
+        factors = [_read(self.tensors, f"{layer}.{side}", self._where) for side in SIDES]
         block = Block(record["weight"], record["bias"], record["transposed"], *factors)
         check_block(block, self._where)
         return block
@@ -69,8 +73,15 @@ def names_of(blocks: Mapping[str, Block]) -> dict[str, tuple[str, ...]]:
 def sizes_of(blocks: Mapping[str, Block], layer: str) -> dict[str, int | None]:
     """Return how many rows the factors of a layer have, None for one that is missing, without reading them."""
     if isinstance(blocks, BlockFile):
-        return {side: _size(blocks._tensors.shapes, f"{layer}.{side}") for side in SIDES}
+        return {side: _size(blocks.tensors.shapes, f"{layer}.{side}") for side in SIDES}
     return {side: getattr(blocks[layer], side).size for side in SIDES}
+
+
+def ranks_of(blocks: BlockFile, layer: str) -> dict[str, int]:
+    """Return how many eigenvectors are kept of each factor; of one that is whole, as many as it has rows."""
+    shapes = blocks.tensors.shapes
+    kept = {side: shapes.get(f"{layer}.{side}.vectors") for side in SIDES}
+    return {side: (sizes_of(blocks, layer)[side] or 0) if shape is None else shape[1] for side, shape in kept.items()}
 
 
 def matrix_of(blocks: Mapping[str, Block], layer: str, shape: torch.Size) -> dict[str, int | None]:

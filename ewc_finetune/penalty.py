@@ -255,9 +255,13 @@ def _add(every: Sequence[_Held], blocks: Sequence[HeldBlock], scale: float | Ten
     pieces = ((*piece, g) for held in trained for piece, g in zip(held.pieces(), held.gradients(), strict=True))
     for thetas, curvatures, centres, gradients in _together(pieces):
         pull = torch._foreach_sub(_as(thetas, centres), centres)
+        torch._foreach_mul_(pull, curvatures)
         if isinstance(scale, Tensor) or scale != 1:
             torch._foreach_mul_(pull, scale)
-        torch._foreach_addcmul_(gradients, curvatures, pull)
+        torch._foreach_mul_(pull, curvatures)
+        if isinstance(scale, Tensor) or scale != 1:
+            torch._foreach_mul_(pull, scale)
+        torch._foreach_add_(gradients, pull)
     for block in blocks:
         block.add(scale)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ewc_finetune.anchor import Anchor
-from ewc_finetune.curvature.importance import importance_by_layer
+from ewc_finetune.block_file import SIDES, BlockFile, ranks_of, sizes_of
+from ewc_finetune.curvature.importance import LayerImportance, importance_by_layer
 from ewc_finetune.figures import draw_importance, figure_format
 from ewc_finetune.files import check_output
 from ewc_finetune.provenance import Provenance
@@ -21,7 +22,9 @@ class Inspection:
     Attributes:
         file: The anchor.
         bytes: Its size.
-        tensors: How many tensors and numbers there are of `fisher`, `anchor` (weights) and `buffer`.
+        tensors: How many tensors and numbers there are of `fisher`, `kfac`, `anchor` (weights) and `buffer`.
+        blocks: Of each layer with a K-FAC block, for `input` and `output`, the rows of the factor and how many
+            eigenvectors are kept of it.
         provenance: Where it came from, with the importance of each layer.
         remarks: What a reader should know of the file.
     """
@@ -29,6 +32,7 @@ class Inspection:
     file: Path
     bytes: int
     tensors: dict[str, dict[str, int]]
+    blocks: dict[str, dict[str, tuple[int, int]]]
     provenance: Provenance
     remarks: tuple[str, ...]
 
@@ -38,6 +42,7 @@ class Inspection:
             "file": str(self.file),
             "bytes": self.bytes,
             "tensors": self.tensors,
+            "blocks": self.blocks,
             "provenance": asdict(self.provenance),
             "remarks": list(self.remarks),
         }
@@ -46,12 +51,23 @@ class Inspection:
     def facts(self) -> list[tuple[str, str]]:
         """What a person wants to know first, each with its name."""
         origin = self.provenance
-        held, weights = self.tensors["fisher"], self.tensors["anchor"]
+        held, kfac, weights = (self.tensors[group] for group in ("fisher", "kfac", "anchor"))
         found = [
             ("name", origin.name),
             ("made", " with ".join(filter(None, (origin.created, _versions(origin))))),
             ("size", f"{self.bytes:,} bytes"),
-            ("holds", f"{held['numbers']:,} of {weights['numbers']:,} weights, in {held['tensors']} tensors"),
+            (
+                "holds",
+                f"{held['numbers']:,} of {weights['numbers']:,} weights one by one, in {held['tensors']} tensors",
+            ),
+            *(
+                (
+                    f"block {layer}",
+                    ", ".join(f"{side} {rows} rows, {kept} kept" for side, (rows, kept) in factors.items()),
+                )
+                for layer, factors in self.blocks.items()
+            ),
+            ("factors", f"{kfac['numbers']:,} numbers, in {kfac['tensors']} tensors" if kfac["tensors"] else ""),
             ("model", origin.checkpoint.get("architecture") or "of no recorded architecture"),
             ("checkpoint", " ".join(filter(None, (origin.checkpoint.get("file"), origin.checkpoint.get("sha256"))))),
             ("data", _data(origin)),
@@ -91,19 +107,31 @@ def inspect(file: str | Path, *, plot: str | Path | None = None, overwrite: bool
     anchor = Anchor.open(file, digest=False)
     origin = anchor.provenance
     if not origin.importance:
-        origin = replace(origin, importance=[asdict(layer) for layer in importance_by_layer(anchor.fisher)])
+        origin = replace(origin, importance=[asdict(layer) for layer in _importance(anchor)])
+    factors = anchor.blocks if isinstance(anchor.blocks, BlockFile) else None
     groups = {"fisher": anchor.fisher, "anchor": anchor.weights, "buffer": anchor.buffers}
     shapes = {group: shapes_of(tensors).values() for group, tensors in groups.items()}
+    shapes["kfac"] = factors.tensors.shapes.values() if factors else {}.values()
     found = Inspection(
         file=Path(file),
         bytes=Path(file).stat().st_size,
         tensors={g: {"tensors": len(s), "numbers": sum(shape.numel() for shape in s)} for g, s in shapes.items()},
+        blocks={} if factors is None else {layer: _factors(factors, layer) for layer in factors},
         provenance=origin,
         remarks=anchor.remarks,
     )
     if plot is not None:
         draw_importance(Path(plot), origin.importance, f"{origin.name}: share of the curvature by layer")
     return found
+
+
+def _importance(anchor: Anchor) -> list[LayerImportance]:
+    return importance_by_layer(anchor.fisher, anchor.blocks.values())
+
+
+def _factors(blocks: BlockFile, layer: str) -> dict[str, tuple[int, int]]:
+    sizes, ranks = sizes_of(blocks, layer), ranks_of(blocks, layer)
+    return {side: (sizes[side] or 0, ranks[side]) for side in SIDES}
 
 
 def _versions(origin: Provenance) -> str:
@@ -129,7 +157,8 @@ def _curvature(origin: Provenance) -> str:
         return "identity (plain L2)"
     error = (origin.standard_error or {}).get("trace")
     spread = "" if error is None else f", standard error of the trace {error:.1%}"
-    return f"diagonal Fisher, {origin.estimator}, {origin.likelihood} likelihood, {origin.samples:,} samples{spread}"
+    kind = "K-FAC blocks and diagonal" if origin.curvature == "kfac" else "diagonal"
+    return f"{kind} Fisher, {origin.estimator}, {origin.likelihood} likelihood, {origin.samples:,} samples{spread}"
 
 
 def _normalisation(origin: Provenance) -> str:
