@@ -258,9 +258,6 @@ def _add(every: Sequence[_Held], blocks: Sequence[HeldBlock], scale: float | Ten
         torch._foreach_mul_(pull, curvatures)
         if isinstance(scale, Tensor) or scale != 1:
             torch._foreach_mul_(pull, scale)
-        torch._foreach_mul_(pull, curvatures)
-        if isinstance(scale, Tensor) or scale != 1:
-            torch._foreach_mul_(pull, scale)
         torch._foreach_add_(gradients, pull)
     for block in blocks:
         block.add(scale)
