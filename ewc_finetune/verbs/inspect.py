@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,18 +57,9 @@ class Inspection:
             ("name", origin.name),
             ("made", " with ".join(filter(None, (origin.created, _versions(origin))))),
             ("size", f"{self.bytes:,} bytes"),
-            (
-                "holds",
-                f"{held['numbers']:,} of {weights['numbers']:,} weights one by one, in {held['tensors']} tensors",
-            ),
-            *(
-                (
-                    f"block {layer}",
-                    ", ".join(f"{side} {rows} rows, {kept} kept" for side, (rows, kept) in factors.items()),
-                )
-                for layer, factors in self.blocks.items()
-            ),
-            ("factors", f"{kfac['numbers']:,} numbers, in {kfac['tensors']} tensors" if kfac["tensors"] else ""),
+            ("holds", f"{held['numbers']:,} of {weights['numbers']:,} weights, in {held['tensors']} tensors"),
+            ("in blocks", f"{len(self.blocks)} layers: {kfac['numbers']:,} numbers" if self.blocks else ""),
+            *((f"  {layer}", _rows(factors)) for layer, factors in self.blocks.items()),
             ("model", origin.checkpoint.get("architecture") or "of no recorded architecture"),
             ("checkpoint", " ".join(filter(None, (origin.checkpoint.get("file"), origin.checkpoint.get("sha256"))))),
             ("data", _data(origin)),
@@ -132,6 +124,10 @@ def _importance(anchor: Anchor) -> list[LayerImportance]:
 def _factors(blocks: BlockFile, layer: str) -> dict[str, tuple[int, int]]:
     sizes, ranks = sizes_of(blocks, layer), ranks_of(blocks, layer)
     return {side: (sizes[side] or 0, ranks[side]) for side in SIDES}
+
+
+def _rows(factors: Mapping[str, tuple[int, int]]) -> str:
+    return ", ".join(f"{side} factor of {rows:,} rows, {kept:,} kept" for side, (rows, kept) in factors.items())
 
 
 def _versions(origin: Provenance) -> str:
