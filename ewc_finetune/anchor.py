@@ -69,6 +69,12 @@ class Anchor:
         """The name for messages: the file if there is one."""
         return str(self.path) if self.path else f"anchor {self.provenance.name!r}"
 
+    def held_shapes(self) -> dict[str, torch.Size]:
+        """Return the shapes of the parameters that the penalty holds, singly or in a block; no tensor is read."""
+        weights = shapes_of(self.weights)
+        in_blocks = {name: weights[name] for names in names_of(self.blocks).values() for name in names}
+        return shapes_of(self.fisher) | in_blocks
+
     def without(self, names: Collection[str]) -> Anchor:
         """Return the anchor with these parameters left free."""
         fisher: Mapping[str, Tensor]

@@ -15,12 +15,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ewc_finetune.anchor import Anchor
-from ewc_finetune.block_file import names_of
 from ewc_finetune.choices import PENALTY_FORMS, Lineage, PenaltyForm, check_choice
 from ewc_finetune.errors import AnchorMismatchError, UsageError
 from ewc_finetune.held_block import HeldBlock
 from ewc_finetune.stack import collapse, spread_lambdas
-from ewc_finetune.tensor_file import shapes_of
 
 # Tensors are worked on in pieces of so many numbers: on the CPU what is made on the way stays near the cache, on an
 # accelerator they are as many as one fused call should take.
@@ -314,9 +312,7 @@ def check_fit(
     Raises:
         AnchorMismatchError: naming the anchor, the parameter and both shapes.
     """
-    weights = shapes_of(anchor.weights)
-    in_blocks = {name: weights[name] for names in names_of(anchor.blocks).values() for name in names}
-    for name, shape in (shapes_of(anchor.fisher) | in_blocks).items():
+    for name, shape in anchor.held_shapes().items():
         if name not in parameters:
             raise AnchorMismatchError(
                 f"{anchor.label} does not fit the model: it holds {name} {tuple(shape)}, which the model "

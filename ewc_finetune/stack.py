@@ -138,7 +138,8 @@ def collapse(
         for block in anchor.blocks.values():
             bias = None if block.bias is None else at.weights[block.bias]
             scaled = replace(block, output=block.output.scaled(lam))
-            found.blocks.append((scaled, block.join(at.weights[block.weight], bias)))
+            # Of a head that was expanded since, the block knows the first outputs.
+            found.blocks.append((scaled, block.join(at.weights[block.weight], bias)[: block.output.size]))
     return found
 
 
@@ -267,7 +268,7 @@ def check_together(anchors: Sequence[Anchor], growing: Collection[str] = ()) -> 
             )
     first: dict[str, tuple[Anchor, torch.Size]] = {}
     for anchor in anchors:
-        for name, shape in shapes_of(anchor.fisher).items():
+        for name, shape in anchor.held_shapes().items():
             other, expected = first.setdefault(name, (anchor, shape))
             alike = _is_grown(shape, expected) or _is_grown(expected, shape)
             if shape != expected and not (name in growing and alike):
@@ -286,7 +287,7 @@ def _latest(anchors: Sequence[Anchor], k: int, growing: Collection[str]) -> Anch
         theirs = shapes_of(later.weights)
         return all(
             name in theirs and (theirs[name] == shape or (name in growing and _is_grown(shape, theirs[name])))
-            for name, shape in shapes_of(anchors[k].fisher).items()
+            for name, shape in anchors[k].held_shapes().items()
         )
 
     for later in reversed(anchors[k + 1 :]):

@@ -413,6 +413,37 @@ def test_blocks_that_do_not_fit_the_model():
         Penalty(other, anchor, 1.0)
 
 
+def test_merging_is_refused(tmp_path):
+    model = trained(dense(), torch.float32)
+    with pytest.raises(UsageError, match="a sum of these is no such block. Stack the anchors"):
+        ewc.merge([make_anchor(model, 0), make_anchor(model, 1)])
+
+
+def test_latest_moves_the_centre_of_a_block(tmp_path):
+    """Of an expanded head too, of which the older block knows the first outputs."""
+    short, long = (nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, n)) for n in (3, 4))
+    older = make_anchor(trained(short, torch.float32), 0).save(tmp_path / "a.safetensors")
+    known = [{"name": "a", "sha256": older.digest, "lambda": 1.0}]
+    newer = make_anchor(trained(long, torch.float32), 1)
+    newer = replace(newer, provenance=replace(newer.provenance, lineage=known)).save(tmp_path / "b.safetensors")
+    model = trained(long, torch.float32, seed=3)
+    grown = ["2.weight", "2.bias"]
+    penalty = Penalty(model, [older.path, newer.path], [2.0, 3.0], lineage="latest", growing=grown)
+    expected = 0.0
+    for anchor, lam in ((older, 2.0), (newer, 3.0)):
+        for block in anchor.blocks.values():
+            d = block.join(*(dict(model.named_parameters())[n].detach() - newer.weights[n] for n in block.names))
+            d = d[: block.output.size].double()
+            expected += (
+                lam / 2 * (d * (block.output.matrix().double() @ d @ block.input.matrix().double())).sum().item()
+            )
+    assert penalty.value() == pytest.approx(expected, rel=1e-4)
+    penalty.add_gradient()
+    penalty.proximal_step(0.1)
+    with pytest.raises(AnchorMismatchError, match="If the head was expanded in between"):
+        Penalty(model, [older, newer], 1.0)
+
+
 def test_from_checkpoint_to_checkpoint(tmp_path):
     """consolidate and finetune with blocks, through files; they hold what the diagonal lets go."""
     architecture = "mlp?in_features=8&hidden=16&num_classes=3&batch_norm=false"

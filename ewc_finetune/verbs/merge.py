@@ -99,6 +99,7 @@ def merge(
         raise UsageError("an architecture is for the checkpoint, and none is to be written; name one with --checkpoint")
     _check_outputs([output, checkpoint], overwrite, given)
     parents = [anchor if isinstance(anchor, Anchor) else Anchor.open(anchor) for anchor in given]
+    _refuse_blocks(parents)
     for remark in [r for parent in parents for r in parent.remarks] + remarks(parents, "latest" if online else lineage):
         progress.note(remark)
     if online:
@@ -134,6 +135,15 @@ def merge(
     if checkpoint is not None:
         progress.note(f"{checkpoint}: the centre of the stack as a model, with the buffers of {parents[-1].label}")
     return merged
+
+
+def _refuse_blocks(anchors: Sequence[Anchor]) -> None:
+    for anchor in anchors:
+        if anchor.blocks:
+            raise UsageError(
+                f"{anchor.label} has K-FAC blocks, and a sum of these is no such block. Stack the anchors in finetune "
+                "instead, which keeps each"
+            )
 
 
 def _check_outputs(
