@@ -144,9 +144,7 @@ def _check_outputs(
     for path in written:
         check_output(path, overwrite, sources)
     if outputs[0] is not None and Path(outputs[0]).suffix in (".pt", ".pth", ".ckpt", ".bin"):
-        raise UsageError(
-            f"the output {outputs[0]} is an anchor, and is named as a checkpoint; let it end in .safetensors"
-        )
+        raise UsageError(f"the output {outputs[0]} is an anchor, named as a checkpoint; let it end in .safetensors")
     if outputs[1] is not None and Path(outputs[1]).suffix == ".safetensors":
         raise UsageError(f"the checkpoint {outputs[1]} is a state dict; let it end in .pt")
     if len({path.resolve() for path in written}) < len(written):
