@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +83,7 @@ class Penalty:
             check_fit(parameters, anchor, growing)
         quadratic = collapse(stacked, strengths, lineage, growing=growing)
         self.form = form
+        self._handles: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDictionary()
         self._constant = math.fsum(quadratic.constant.values())
         self._held = {
             name: _Held(p, quadratic.curvature[name], quadratic.centre[name])
@@ -105,9 +107,12 @@ class Penalty:
             A handle whose `remove()` ends it.
 
         Raises:
-            UsageError: if the optimizer has none of the parameters, or takes many steps in one (LBFGS) in the proximal
-                form.
+            UsageError: if this is attached to the optimizer already, if that has none of the parameters, or takes many
+                steps in one (LBFGS) in the proximal form.
         """
+        known = self._handles.get(optimizer)
+        if known is not None and known.id in (known.hooks_dict_ref() or ()):
+            raise UsageError("the penalty is attached to this optimizer already; once more it would count twice")
         if isinstance(optimizer, torch.optim.LBFGS) and self.form == "proximal":
             raise UsageError("LBFGS takes many steps in one, without the penalty: use the gradient form")
         if not any(self._of(optimizer)) and (self._held or self._blocks):
@@ -146,8 +151,11 @@ class Penalty:
                     block.move(rates[id(block.weight)])
 
         if self.form == "gradient":
-            return optimizer.register_step_pre_hook(before)
-        return optimizer.register_step_post_hook(after)
+            handle = optimizer.register_step_pre_hook(before)
+        else:
+            handle = optimizer.register_step_post_hook(after)
+        self._handles[optimizer] = handle
+        return handle
 
     def add_gradient(self, loss_scale: float | Tensor = 1.0) -> None:
         """Add the penalty's gradient, `lambda F (theta - theta*)`, to every parameter's `.grad`.

@@ -486,7 +486,7 @@ def test_merge_and_inspect(ewc_ft, two):
     result = ewc_ft("inspect", "both.safetensors", "--plot", "both.png", "--json")
     for text in (
         "digits+turned",
-        "merged offline, from 2 anchors",
+        "merged offline, lineage all, from 2 anchors",
         "mlp?in_features=64",
         "parent 2",
         "turned, lambda 2",

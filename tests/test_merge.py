@@ -335,6 +335,14 @@ def test_the_merged_model_of_half_precision_keeps_its_width(tmp_path):
     assert {t.dtype for t in state.values() if t.is_floating_point()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize(
+    "paths", [{"output": "x.pt"}, {"output": "x.safetensors", "checkpoint": "y.safetensors"}], ids=["anchor", "model"]
+)
+def test_outputs_that_are_named_for_each_other(tmp_path, paths):
+    with pytest.raises(UsageError, match="let it end in"):
+        ewc.merge(make_anchor(nn.Linear(2, 2), 0), **{option: tmp_path / name for option, name in paths.items()})
+
+
 def test_lambdas_that_float32_cannot_hold(tmp_path):
     model = nn.Linear(2, 2).double()
     anchors = [make_anchor(model, 0), make_anchor(model, 1)]

@@ -334,7 +334,10 @@ def test_attached_is_as_added_by_hand(name):
 def test_detached_it_pulls_no_more():
     model = trained(nn.Linear(3, 2), torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = Penalty(model, make_anchor(model, 0), 1.0).attach(optimizer)
+    penalty = Penalty(model, make_anchor(model, 0), 1.0)
+    handle = penalty.attach(optimizer)
+    with pytest.raises(UsageError, match="is attached to this optimizer already"):
+        penalty.attach(optimizer)
     handle.remove()
     before = model.weight.detach().clone()
     optimizer.zero_grad()

@@ -93,7 +93,7 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
             raise CheckpointError(
                 f"{path}: the entry {name!r} is a {type(value).__name__}, not a tensor; expected a plain state dict. "
                 "If the weights are one entry of it, save that entry alone: "
-                f"torch.save(torch.load({path.name!r}, weights_only=True)['state_dict'], 'weights.pt')"
+                f"torch.save(torch.load({path.name!r}, weights_only=True)[{name!r}], 'weights.pt')"
             )
     return Checkpoint(str(path), FORMAT, sha256(path), found, _read_record(found, path))
 

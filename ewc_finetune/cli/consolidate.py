@@ -44,7 +44,9 @@ def _rank(text: str) -> float | str:
     help="What to build for a checkpoint that doesn't say: package.module:Class, "
     "mlp, cnn or torchvision:NAME, with keyword arguments behind a question mark.",
 )
-@click.option("--output", type=click.Path(dir_okay=False), help="The anchor.  [default: MODEL.anchor.safetensors]")
+@click.option(
+    "--output", "-o", type=click.Path(dir_okay=False), help="The anchor.  [default: MODEL.anchor.safetensors]"
+)
 @click.option("--overwrite", is_flag=True, help="Replace the output if it exists.")
 @click.option(
     "--curvature",

@@ -83,6 +83,7 @@ from ewc_finetune.cli.command import Command, common_options, only_one
 )
 @click.option(
     "--output",
+    "-o",
     type=click.Path(dir_okay=False),
     help="The new checkpoint; the run folder goes beside it.  [default: named for the anchor and the data]",
 )

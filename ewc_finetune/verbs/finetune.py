@@ -435,6 +435,8 @@ def _say(
 ) -> None:
     """Tell the user what the run assumes."""
     progress.note(f"starting from {'fresh weights of ' if fresh else ''}{start.label}")
+    if not anchors and not fresh:
+        progress.note("held by no anchor: plain training, in which the old domain may be lost")
     for anchor, strength in zip(anchors, strengths, strict=True):
         origin = anchor.provenance
         progress.note(f"held by {anchor.label}: {origin.name}, {_curvature(origin)}, lambda {strength:g}")

@@ -145,7 +145,8 @@ def _data(origin: Provenance) -> str:
 def _curvature(origin: Provenance) -> str:
     if origin.merged is not None:
         form = origin.merged.get("form")
-        faded = f", gamma {origin.merged.get('gamma')}" if form == "online" else ""
+        how = "gamma" if form == "online" else "lineage"
+        faded = f", {how} {origin.merged.get(how)}"
         kind = "identity, " if origin.curvature == "identity" else ""
         constant = sum(origin.constant.values())
         return f"{kind}merged {form}{faded}, from {len(origin.merged['parents'])} anchors; constant {constant:.4g}"

@@ -89,7 +89,7 @@ def merge(
     if not 0 <= gamma <= 1:
         raise UsageError(f"gamma is {gamma}; expected 0 to 1")
     if gamma != 1 and not online:
-        raise UsageError("gamma belongs to the online form; add online")
+        raise UsageError("gamma belongs to the online form; add --online (online=True)")
     if online and lineage != "all":
         raise UsageError("the online form pulls to the newest weights as it is; lineage belongs to the offline one")
     strengths = spread_lambdas(lambdas, len(given))
@@ -153,6 +153,10 @@ def _check_outputs(
     sources = [item.path if isinstance(item, Anchor) else item for item in anchors]
     for path in written:
         check_output(path, overwrite, sources)
+    if outputs[0] is not None and Path(outputs[0]).suffix in (".pt", ".pth", ".ckpt", ".bin"):
+        raise UsageError(f"the output {outputs[0]} is an anchor, named as a checkpoint; let it end in .safetensors")
+    if outputs[1] is not None and Path(outputs[1]).suffix == ".safetensors":
+        raise UsageError(f"the checkpoint {outputs[1]} is a state dict; let it end in .pt")
     if len({path.resolve() for path in written}) < len(written):
         raise StorageError(f"the anchor and the checkpoint cannot both be {written[0]}")
 
