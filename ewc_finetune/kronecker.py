@@ -63,6 +63,17 @@ class Factor(ABC):
         rest = (self.trace - values[:kept].sum().item()) / (self.size - kept)
         return Truncated(whole.vectors[:, :kept].contiguous(), whole.eigenvalues[:kept], max(0.0, rest))
 
+    def largest(self) -> float:
+        """Return its largest eigenvalue, by so many power iterations that it is right to a few percent at worst."""
+        vector = self.diagonal().clamp(min=0).sqrt()[None]
+        norm = torch.linalg.vector_norm(vector)
+        for _ in range(50):
+            if not norm:
+                return 0.0
+            vector = self.after(vector / norm)
+            norm = torch.linalg.vector_norm(vector)
+        return norm.item()
+
     def matrix(self) -> Tensor:
         """Return it as a matrix."""
         like = self.diagonal()

@@ -193,6 +193,9 @@ class Penalty:
             for name, held in self._held.items()
             if held.curvature.numel() and held.parameter.requires_grad
         }
+        for held in self._blocks:
+            if held.weight.requires_grad:
+                peaks[held.block.weight] = held.block.input.largest() * held.block.output.largest()
         name = max(peaks, key=peaks.__getitem__, default="")
         return name, peaks.get(name, 0.0)
 

@@ -251,6 +251,8 @@ def test_a_block_is_the_kronecker_product_of_its_factors(inputs, outputs, ranks,
     torch.testing.assert_close(block.spectral(d, lambda value: 1 / (1 + 0.3 * value)).flatten(), solved)
     torch.testing.assert_close(block.diagonal().flatten(), whole.diagonal())
     assert block.trace == pytest.approx(whole.trace().item())
+    largest = torch.linalg.eigvalsh(whole).max().item()
+    assert block.input.largest() * block.output.largest() == pytest.approx(largest, rel=0.1)
 
 
 def test_truncation_keeps_the_trace():
@@ -318,6 +320,18 @@ def test_the_proximal_step_is_the_implicit_one(truncate):
     gradients = torch.autograd.grad(quadratic(model, [anchor], [50.0]), list(model.parameters()))
     for (name, p), gradient in zip(model.named_parameters(), gradients, strict=True):
         torch.testing.assert_close(p.detach() + 0.7 * gradient.float(), before[name], rtol=1e-3, atol=1e-4)
+
+
+def test_overshooting_counts_the_blocks():
+    model = trained(dense(), torch.float32)
+    anchor = make_anchor(model, 0)
+    name, largest = Penalty(model, anchor, 4.0).largest_curvature()
+    tops = {
+        b.weight: 4 * torch.linalg.eigvalsh(torch.kron(b.output.matrix(), b.input.matrix())).max().item()
+        for b in anchor.blocks.values()
+    }
+    assert name == max(tops, key=tops.get)
+    assert largest == pytest.approx(tops[name], rel=0.05)
 
 
 def test_mixed_stacks():
