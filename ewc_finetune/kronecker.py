@@ -72,7 +72,7 @@ class Factor(ABC):
                 return 0.0
             vector = self.after(vector / norm)
             norm = torch.linalg.vector_norm(vector)
-        return norm.item()
+        return float(norm)
 
     def matrix(self) -> Tensor:
         """Return it as a matrix."""
