@@ -23,7 +23,7 @@ from ewc_finetune.stack import collapse, spread_lambdas
 
 # Tensors are worked on in pieces of so many numbers: on the CPU what is made on the way stays near the cache, on an
 # accelerator they are as many as one fused call should take.
-_CPU_PIECE = 1 << 18
+_CPU_PIECE = 1 << 20
 _ACCELERATOR_PIECE = 1 << 26
 
 
