@@ -26,8 +26,8 @@ from ewc_finetune.block_file import (
     check_factor,
     matrix_of,
     names_of,
+    records_of,
     sizes_of,
-    to_records,
     to_tensors,
 )
 from ewc_finetune.errors import AnchorError, NonFiniteError, StorageError
@@ -110,7 +110,7 @@ class Anchor:
         tensors |= {f"anchor.{name}": value for name, value in self.weights.items()}
         tensors |= {f"buffer.{name}": value for name, value in self.buffers.items()}
         tensors |= {f"kfac.{name}": value for name, value in to_tensors(self.blocks).items()}
-        provenance = replace(self.provenance, kfac=to_records(self.blocks))
+        provenance = replace(self.provenance, kfac=list(records_of(self.blocks).values()))
         metadata = {
             "format": FORMAT,
             "format_version": str(FORMAT_VERSION),

@@ -36,7 +36,7 @@ class BlockFile(Mapping[str, Block]):
         tensors: As given.
     """
 
-    def __init__(self, tensors: TensorFile, records: Mapping[str, Mapping[str, Any]], where: str) -> None:
+    def __init__(self, tensors: TensorFile, records: Mapping[str, dict[str, Any]], where: str) -> None:
         self.records = dict(records)
         self.tensors = tensors
         self._where = where
@@ -62,12 +62,10 @@ class BlockFile(Mapping[str, Block]):
 
 def names_of(blocks: Mapping[str, Block]) -> dict[str, tuple[str, ...]]:
     """Return the parameters of each layer, weight first, without reading a block."""
-    if isinstance(blocks, BlockFile):
-        return {
-            layer: (record["weight"],) + ((record["bias"],) if record["bias"] else ())
-            for layer, record in blocks.records.items()
-        }
-    return {layer: block.names for layer, block in blocks.items()}
+    return {
+        layer: (record["weight"],) if record["bias"] is None else (record["weight"], record["bias"])
+        for layer, record in records_of(blocks).items()
+    }
 
 
 def sizes_of(blocks: Mapping[str, Block], layer: str) -> dict[str, int | None]:
@@ -86,15 +84,11 @@ def ranks_of(blocks: BlockFile, layer: str) -> dict[str, int]:
 
 def matrix_of(blocks: Mapping[str, Block], layer: str, shape: torch.Size) -> dict[str, int | None]:
     """Return how many rows the factors of a layer should have, for a weight of this shape."""
-    if isinstance(blocks, BlockFile):
-        record = blocks.records[layer]
-        transposed, bias = record["transposed"], record["bias"] is not None
-    else:
-        transposed, bias = blocks[layer].transposed, blocks[layer].bias is not None
+    record = records_of(blocks)[layer]
     if len(shape) < 2:
         return dict.fromkeys(SIDES)
-    outputs = shape[1] if transposed else shape[0]
-    return {"input": shape.numel() // max(outputs, 1) + bias, "output": outputs}
+    outputs = shape[1] if record["transposed"] else shape[0]
+    return {"input": shape.numel() // max(outputs, 1) + (record["bias"] is not None), "output": outputs}
 
 
 def to_tensors(blocks: Mapping[str, Block]) -> dict[str, Tensor]:
@@ -113,12 +107,14 @@ def to_tensors(blocks: Mapping[str, Block]) -> dict[str, Tensor]:
     return found
 
 
-def to_records(blocks: Mapping[str, Block]) -> list[dict[str, Any]]:
-    """Return what the provenance says of blocks."""
-    return [
-        {"layer": layer, "weight": block.weight, "bias": block.bias, "transposed": block.transposed}
+def records_of(blocks: Mapping[str, Block]) -> dict[str, dict[str, Any]]:
+    """Return what the provenance says of each block, without reading it."""
+    if isinstance(blocks, BlockFile):
+        return blocks.records
+    return {
+        layer: {"layer": layer, "weight": block.weight, "bias": block.bias, "transposed": block.transposed}
         for layer, block in blocks.items()
-    ]
+    }
 
 
 def check_block(block: Block, where: str) -> None:

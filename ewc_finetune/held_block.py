@@ -23,7 +23,8 @@ class HeldBlock:
     def __init__(self, block: Block, centre: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         self.weight = weight
         self._bias = bias
-        self._centre = centre.to(weight.device)
+        # float64 for such weights; those of half precision are float32 in the centre.
+        self._centre = centre.to(weight.device, torch.promote_types(weight.dtype, centre.dtype))
         self.block = block.to(self._centre)
         self._eigen: Block | None = None
 

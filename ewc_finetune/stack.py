@@ -23,6 +23,7 @@ from ewc_finetune.anchor import Anchor, refuse_zero
 from ewc_finetune.choices import LINEAGES, Lineage, check_choice
 from ewc_finetune.errors import AnchorMismatchError, NonFiniteError, UsageError
 from ewc_finetune.kronecker import Block
+from ewc_finetune.precision import wide
 from ewc_finetune.tensor_file import TensorFile, shapes_of
 
 
@@ -98,14 +99,16 @@ def collapse(
     stacked = [part for part in zip(anchors, centres, lambdas, strict=True) if part[2] > 0]
     # Of those that are read here for the first time it is not known yet that they hold anything.
     useless = {
-        id(anchor): anchor for anchor, _, _ in stacked if isinstance(anchor.fisher, TensorFile) and anchor.fisher
+        id(anchor): anchor
+        for anchor, _, _ in stacked
+        if isinstance(anchor.fisher, TensorFile) and anchor.fisher and not anchor.blocks
     }
     found = Quadratic({}, {}, {})
     for name in dict.fromkeys(name for anchor, _, _ in stacked for name in anchor.fisher):
         holding = [part for part in stacked if name in part[0].fisher]
         base = newest_whole([at for _, at, _ in stacked], [anchor for anchor, _, _ in holding], name)
         newest = base.weights[name]
-        wide = newest.dtype == torch.float64
+        double = newest.dtype == torch.float64
         newest = newest.double()
         # Around the newest weights, so that one anchor alone keeps its weights to the bit:
         # total = sum lambda F, pull = sum lambda F d, spread = sum lambda F d^2, with d = theta* - newest.
@@ -124,8 +127,8 @@ def collapse(
                 spread[rows].addcmul_(weighted, difference.square_())
         offset = torch.where(total > 0, pull / total, 0.0)
         constant += 0.5 * (spread - offset * pull).clamp(min=0).sum().item()
-        found.curvature[name] = total if wide else total.float()
-        found.centre[name] = (newest + offset) if wide else (newest + offset).float()
+        found.curvature[name] = total if double else total.float()
+        found.centre[name] = (newest + offset) if double else (newest + offset).float()
         if constant:
             found.constant[name] = constant
         if not found.curvature[name].isfinite().all():
@@ -137,9 +140,12 @@ def collapse(
     for anchor, at, lam in stacked:
         for block in anchor.blocks.values():
             bias = None if block.bias is None else at.weights[block.bias]
-            scaled = replace(block, output=block.output.scaled(lam))
             # Of a head that was expanded since, the block knows the first outputs.
-            found.blocks.append((scaled, block.join(at.weights[block.weight], bias)[: block.output.size]))
+            centre = wide(block.join(at.weights[block.weight], bias))[: block.output.size]
+            scaled = replace(block, output=block.output.scaled(lam))
+            if not math.isfinite(scaled.trace):
+                raise NonFiniteError(f"lambda times the block of {block.layer} is too large for its numbers")
+            found.blocks.append((scaled, centre))
     return found
 
 

@@ -334,6 +334,40 @@ def test_overshooting_counts_the_blocks():
     assert largest == pytest.approx(tops[name], rel=0.05)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("form", ["gradient", "proximal"])
+def test_weights_of_other_widths(dtype, form):
+    """The pull is computed in float32 or wider, whatever the weights are."""
+    model = trained(dense(), dtype)
+    anchor = make_anchor(trained(dense(), torch.float32), 0)
+    anchor = replace(anchor, weights={name: w.to(dtype) for name, w in anchor.weights.items()})
+    penalty = Penalty(model, anchor, 3.0, form)
+    named = {name: p.detach().double() for name, p in model.named_parameters()}
+    exact = 0.0
+    for block in anchor.blocks.values():
+        parts = [named[name] - anchor.weights[name].double() for name in block.names]
+        d = block.join(parts[0], parts[1] if len(parts) > 1 else None)
+        exact += 1.5 * (d * (block.output.matrix().double() @ d @ block.input.matrix().double())).sum().item()
+    assert penalty.value() == pytest.approx(exact, rel=1e-5)
+    model.float()  # as fine-tuning does
+    penalty.add_gradient() if form == "gradient" else penalty.proximal_step(0.1)
+
+
+def test_a_lambda_beyond_the_numbers_of_a_block():
+    model = trained(dense(), torch.float32)
+    with pytest.raises(NonFiniteError, match="times the block of"):
+        Penalty(model, make_anchor(model, 0), 1e39)
+
+
+def test_blocks_are_enough_where_the_diagonal_is_zero(tmp_path):
+    model = trained(nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5)), torch.float32)
+    blocks = {"0": Block("0.weight", "0.bias", False, Full(torch.eye(7)), Full(torch.eye(5)))}
+    weights = {name: p.detach() + 1 for name, p in model.named_parameters()}
+    zero = {name: torch.zeros(5) for name in ("1.weight", "1.bias")}
+    path = Anchor(weights, zero, {}, Provenance("a", curvature="kfac"), blocks=blocks).save(tmp_path / "a.st").path
+    assert Penalty(model, path, 1.0).value() == pytest.approx(35 / 2)
+
+
 def test_mixed_stacks():
     """A diagonal anchor and one with blocks pull together."""
     model = trained(dense(), torch.float32)

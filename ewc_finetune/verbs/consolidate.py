@@ -241,7 +241,7 @@ def _check_kfac(curvature: Curvature, kfac_form: str, kfac_rank: float | str) ->
 
 
 def _is_rank(value: float) -> bool:
-    return 0 < value < 1 or (value >= 1 and value == int(value))
+    return 0 < value < 1 or (value >= 1 and float(value).is_integer())
 
 
 def _form(form: KfacForm | Literal["auto"], likelihood: LikelihoodName) -> KfacForm:
