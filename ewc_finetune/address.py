@@ -29,6 +29,7 @@ def parse(text: str) -> Address:
         UsageError: if the head is empty, or an option has no value or comes twice.
     """
     head, _, tail = text.strip().partition("?")
+    head = head.rstrip()
     if not head:
         raise UsageError(f"{text!r} names nothing before its options; expected something like mnist?limit=100")
     options: dict[str, str] = {}

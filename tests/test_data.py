@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -78,6 +78,7 @@ def test_specs_that_cannot_be_meant(spec, message):
 
 
 @given(st.text())
+@example("0\r?")
 @settings(max_examples=200)
 def test_any_text_is_read_or_refused(text):
     try:
