@@ -2,13 +2,14 @@
 
 A factor in full is one tensor, `kfac.<layer>.input` or `kfac.<layer>.output`: the rows of its lower triangle one after
 the other. A truncated one is two, `.vectors`, one to a column, and `.values`, theirs and at the end that of all other
-directions. Which parameters a layer has is in the provenance.
+directions; vectors may be in half precision. Which parameters a layer has is in the provenance.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -75,11 +76,53 @@ def sizes_of(blocks: Mapping[str, Block], layer: str) -> dict[str, int | None]:
     return {side: getattr(blocks[layer], side).size for side in SIDES}
 
 
-def ranks_of(blocks: BlockFile, layer: str) -> dict[str, int]:
-    """Return how many eigenvectors are kept of each factor; of one that is whole, as many as it has rows."""
-    shapes = blocks.tensors.shapes
-    kept = {side: shapes.get(f"{layer}.{side}.vectors") for side in SIDES}
-    return {side: (sizes_of(blocks, layer)[side] or 0) if shape is None else shape[1] for side, shape in kept.items()}
+@dataclass(frozen=True)
+class StoredFactor:
+    """What is kept of one factor.
+
+    Attributes:
+        rows: How many it has.
+        kept: How many of its eigenvectors; all of one that is stored whole.
+        share: Of the trace, what these hold; 1 of one that is stored whole.
+        bytes: What it takes in the file.
+    """
+
+    rows: int
+    kept: int
+    share: float
+    bytes: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is stored as it is."""
+        return self.kept == self.rows
+
+    @property
+    def whole_bytes(self) -> int:
+        """What it would take as a triangle in float32."""
+        return 2 * self.rows * (self.rows + 1)
+
+    @property
+    def products(self) -> int:
+        """How many multiplications a vector takes that it is applied to."""
+        return self.rows * self.rows if self.whole else 2 * self.rows * self.kept
+
+
+def stored_factors(blocks: BlockFile, layer: str) -> dict[str, StoredFactor]:
+    """Return what is kept of each factor of a layer; nothing but eigenvalues is read."""
+    return {side: _stored(blocks.tensors, f"{layer}.{side}") for side in SIDES}
+
+
+def _stored(tensors: TensorFile, key: str) -> StoredFactor:
+    rows = _size(tensors.shapes, key) or 0
+    if key in tensors:
+        return StoredFactor(rows, rows, 1.0, tensors.bytes_of(key))
+    values = tensors[f"{key}.values"].double()
+    kept = len(values) - 1
+    held = values[:-1].sum().item()
+    trace = held + values[-1].item() * (rows - kept)
+    taken = sum(tensors.bytes_of(f"{key}.{part}") for part in ("vectors", "values"))
+    return StoredFactor(rows, kept, held / trace if trace > 0 else 1.0, taken)
 
 
 def matrix_of(blocks: Mapping[str, Block], layer: str, shape: torch.Size) -> dict[str, int | None]:
@@ -193,4 +236,4 @@ def _read(tensors: TensorFile, key: str, where: str) -> Factor:
         matrix[columns, rows] = values
         return Full(matrix)
     eigenvalues = tensors[f"{key}.values"].float()
-    return Truncated(tensors[f"{key}.vectors"].float(), eigenvalues[:-1], eigenvalues[-1].item())
+    return Truncated(tensors[f"{key}.vectors"], eigenvalues[:-1], eigenvalues[-1].item())

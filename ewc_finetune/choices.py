@@ -39,6 +39,12 @@ CURVATURES: tuple[Curvature, ...] = get_args(Curvature)
 KfacForm = Literal["expand", "reduce"]
 KFAC_FORMS: tuple[KfacForm, ...] = get_args(KfacForm)
 
+KfacSum = Literal["nearest", "factors"]
+KFAC_SUMS: tuple[KfacSum, ...] = get_args(KfacSum)
+
+KfacDtype = Literal["float16", "float32"]
+KFAC_DTYPES: tuple[KfacDtype, ...] = get_args(KfacDtype)
+
 NormStats = Literal["frozen", "update"]
 NORM_STATS: tuple[NormStats, ...] = get_args(NormStats)
 

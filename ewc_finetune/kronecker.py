@@ -9,11 +9,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ewc_finetune.choices import KfacDtype
+from ewc_finetune.errors import UsageError
+
 _SMALL = 1024
+# The share of a factor's trace that its kept eigenvectors hold, unless it is said.
+AUTO_RANK = 0.99
+Rank = float | Literal["auto", "full"]
 
 
 class Factor(ABC):
@@ -49,15 +56,21 @@ class Factor(ABC):
     def eigen(self) -> Truncated:
         """Return its eigenvalues and eigenvectors."""
 
-    def truncated(self, rank: float | int) -> Truncated:
+    def truncated(self, rank: float | int) -> Factor:
         """Keep the leading eigenvectors, and the mean of the other eigenvalues for each of these.
 
         Args:
             rank: How many, or, below 1, what share of the trace they are to hold.
+
+        Returns:
+            That, or for a share this itself, if it would take as many eigenvectors as it has rows, or half of them:
+            then it is smaller and faster whole.
         """
         whole = self.eigen()
         values = whole.eigenvalues.double()
         kept = int((values.cumsum(0) < rank * self.trace).sum()) + 1 if rank < 1 else int(rank)
+        if rank < 1 and 2 * kept >= self.size:
+            return self
         if kept >= len(values):
             return whole
         rest = (self.trace - values[:kept].sum().item()) / (self.size - kept)
@@ -129,7 +142,7 @@ class Truncated(Factor):
     """`sum_i e_i v_i v_i^T` over the leading eigenvectors, and the same number for all directions that they leave.
 
     Attributes:
-        vectors: One to a column, orthonormal, `(size, rank)`.
+        vectors: One to a column, orthonormal, `(size, rank)`; in half precision they may be stored.
         eigenvalues: Theirs, in falling order.
         rest: The eigenvalue of what is orthogonal to all of them.
     """
@@ -150,12 +163,13 @@ class Truncated(Factor):
 
     def diagonal(self) -> Tensor:
         """See `Factor`."""
-        return self.vectors.square() @ (self.eigenvalues - self.rest) + self.rest
+        return self.vectors.to(self.eigenvalues).square() @ (self.eigenvalues - self.rest) + self.rest
 
     def after(self, matrix: Tensor) -> Tensor:
         """See `Factor`."""
-        within = matrix @ self.vectors
-        return torch.addmm(matrix, within * (self.eigenvalues - self.rest), self.vectors.T, beta=self.rest)
+        vectors = self.vectors.to(matrix)
+        within = matrix @ vectors
+        return torch.addmm(matrix, within * (self.eigenvalues - self.rest), vectors.T, beta=self.rest)
 
     def to(self, like: Tensor) -> Truncated:
         """See `Factor`."""
@@ -213,6 +227,21 @@ class Block:
         """Return it on the device and in the dtype of a tensor."""
         return replace(self, input=self.input.to(like), output=self.output.to(like))
 
+    def stored(self, rank: Rank = "auto", dtype: KfacDtype = "float32") -> Block:
+        """Return it as an anchor keeps it: on the CPU, of no higher rank than this.
+
+        Args:
+            rank: See `check_rank`.
+            dtype: Of kept eigenvectors, whose numbers are all below 1. The rest is float32: of a factor as it is,
+                rounding would make small eigenvalues negative.
+        """
+        factors = [factor.to(torch.empty(0)) for factor in (self.input, self.output)]
+        if rank != "full":
+            factors = [factor.truncated(AUTO_RANK if isinstance(rank, str) else rank) for factor in factors]
+        if dtype == "float16":
+            factors = [replace(f, vectors=f.vectors.half()) if isinstance(f, Truncated) else f for f in factors]
+        return replace(self, input=factors[0], output=factors[1])
+
     def split(self, matrix: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
         """Return the parts of such a matrix that belong to a weight of this shape, and to the bias."""
         own = matrix if self.bias is None else matrix[:, :-1]
@@ -244,3 +273,16 @@ class Block:
         rows = rows.mul_(left - none).addmm_(inner * (both - left - right + none), a.vectors.T)
         columns.mul_(right - none)
         return (difference * none).addmm_(g.vectors, rows).addmm_(columns, a.vectors.T)
+
+
+def check_rank(rank: Rank) -> None:
+    """Refuse what is no rank: `auto`, `full`, a share of the trace below 1, or how many eigenvectors to keep.
+
+    Raises:
+        UsageError: saying what was expected.
+    """
+    known = rank in ("auto", "full") if isinstance(rank, str) else 0 < rank < 1 or (rank >= 1 and rank == int(rank))
+    if not known:
+        raise UsageError(
+            f"kfac rank is {rank}; expected auto, full, a share between 0 and 1, or a number of eigenvectors"
+        )

@@ -142,16 +142,28 @@ def collapse(
             bias = None if block.bias is None else at.weights[block.bias]
             # Of a head that was expanded since, the block knows the first outputs.
             centre = wide(block.join(at.weights[block.weight], bias))[: block.output.size]
-            scaled = replace(block, output=block.output.scaled(lam))
-            if not math.isfinite(scaled.trace):
-                raise NonFiniteError(f"lambda times the block of {block.layer} is too large for its numbers")
-            found.blocks.append((scaled, centre))
+            found.blocks.append((scaled(block, lam), centre))
+            constant = lam * anchor.provenance.constant.get(block.weight, 0.0)
+            if constant:
+                found.constant[block.weight] = found.constant.get(block.weight, 0.0) + constant
+    return found
+
+
+def scaled(block: Block, lam: float) -> Block:
+    """Return lambda times a block.
+
+    Raises:
+        NonFiniteError: if that is beyond the numbers.
+    """
+    found = replace(block, output=block.output.scaled(lam))
+    if not math.isfinite(found.trace):
+        raise NonFiniteError(f"lambda times the block of {block.layer} is too large for its numbers")
     return found
 
 
 def newest_whole(anchors: Sequence[Anchor], holding: Sequence[Anchor], name: str) -> Anchor:
     """Return the newest of the anchors that has all rows of a parameter that those holding it know."""
-    shape = max((shapes_of(anchor.fisher)[name] for anchor in holding), key=tuple)
+    shape = max((anchor.held_shapes()[name] for anchor in holding), key=tuple)
     return next(anchor for anchor in reversed(anchors) if shapes_of(anchor.weights).get(name) == shape)
 
 
@@ -163,7 +175,7 @@ def grown_parameters(anchors: Sequence[Anchor]) -> set[str]:
     """
     shapes: dict[str, set[torch.Size]] = {}
     for anchor in anchors:
-        for name, shape in shapes_of(anchor.fisher).items():
+        for name, shape in anchor.held_shapes().items():
             shapes.setdefault(name, set()).add(shape)
     found = {name for name, known in shapes.items() if len(known) > 1}
     if len({name.rpartition(".")[0] for name in found}) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,14 @@ class TensorFile(Mapping[str, Tensor]):
         """Return the same but for some names."""
         kept = {name: shape for name, shape in self.shapes.items() if name not in names}
         return TensorFile(self._path, self._prefix, kept, self._check)
+
+    def bytes_of(self, name: str) -> int:
+        """Return how many bytes a tensor takes, without reading it."""
+        with opened(self._path) as file:
+            kind: str = file.get_slice(self._prefix + name).get_dtype()
+        # F32, BF16, I64, F8_E4M3, BOOL, ...: the bits are the first number of the name.
+        bits = re.search(r"\d+", kind)
+        return self.shapes[name].numel() * (int(bits[0]) if bits else 8) // 8
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.shapes:

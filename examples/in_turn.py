@@ -32,10 +32,11 @@ class Method(NamedTuple):
     Attributes:
         name: What to call it.
         strength: Lambda of every anchor; 0 is plain training.
-        curvature: `diagonal` (EWC) or `identity` (L2).
+        curvature: `diagonal` (EWC), `kfac` (K-FAC) or `identity` (L2).
         form: Of the penalty, `gradient` or `proximal`.
         online: Whether the anchors are merged into a running one, or stacked.
         gamma: What stays of the older curvature; online alone.
+        kfac_sum: How blocks are merged; online alone.
     """
 
     name: str
@@ -44,17 +45,19 @@ class Method(NamedTuple):
     form: str = "gradient"
     online: bool = False
     gamma: float = 1.0
+    kfac_sum: str = "nearest"
 
     @classmethod
     def named(cls, name: str, strength: float) -> Method:
-        """Return the method that a name stands for: `plain`, `L2` or `EWC`, with `online` or `proximal` behind it."""
+        """Return the method that a name stands for: `plain`, `L2`, `EWC` or `K-FAC`, and `online`, `proximal`, ..."""
         kind, *words = name.replace(",", "").split()
         return cls(
             name,
             strength,
-            curvature="identity" if kind == "L2" else "diagonal",
+            curvature={"L2": "identity", "K-FAC": "kfac"}.get(kind, "diagonal"),
             form="proximal" if "proximal" in words else "gradient",
             online="online" in words,
+            kfac_sum="factors" if "factors" in words else "nearest",
         )
 
 
@@ -128,10 +131,10 @@ def learn_in_turn(
         held = {"anchors": anchors, "lambdas": method.strength, "penalty_form": method.form}
         ewc.finetune(model, task.train, eval_on=[], **held, **training)
         if method.strength and number + 1 < len(tasks):
-            fisher = {"samples": samples, "estimator": "exact"} if method.curvature == "diagonal" else {}
+            fisher = {} if method.curvature == "identity" else {"samples": samples, "estimator": "exact"}
             anchor = ewc.consolidate(model, task.train, curvature=method.curvature, **fisher)
             if method.online and anchors:
-                anchors = [ewc.merge([*anchors, anchor], online=True, gamma=method.gamma)]
+                anchors = [ewc.merge([*anchors, anchor], online=True, gamma=method.gamma, kfac_sum=method.kfac_sum)]
             else:
                 anchors.append(anchor)
         row = []

@@ -257,14 +257,17 @@ def test_a_block_is_the_kronecker_product_of_its_factors(inputs, outputs, ranks,
 
 def test_truncation_keeps_the_trace():
     factor = psd(12, 0)
-    for rank in (1, 5, 12, 0.5, 0.99):
+    for rank in (1, 5, 12, 0.5, 0.7):
         cut = factor.truncated(rank)
+        assert isinstance(cut, Truncated)
         assert cut.trace == pytest.approx(factor.trace)
         if rank < 1:
             held = cut.eigenvalues.sum() / factor.trace
             assert held >= rank
             assert held - cut.eigenvalues[-1] / factor.trace < rank
     torch.testing.assert_close(factor.truncated(12).matrix(), factor.matrix())
+    # As many eigenvectors as it has rows, or half of them, are no smaller than itself.
+    assert factor.truncated(0.99) is factor
 
 
 def make_anchor(model, seed, form="expand", truncate=None):
@@ -419,6 +422,61 @@ def test_saved_and_loaded(tmp_path, truncate):
     assert saved.path.read_bytes() == anchor.save(tmp_path / "b.safetensors").path.read_bytes()
 
 
+@pytest.mark.parametrize("form", ["gradient", "proximal"])
+def test_eigenvectors_in_half_precision(tmp_path, form):
+    """They take half the bytes, and pull as the exact ones to three digits; what is saved is what was returned."""
+    model = trained(nn.Sequential(nn.Linear(40, 30)), torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(200, 40, generator=generator) @ torch.randn(40, 40, generator=generator).tril(-30).add(
+        0.01 * torch.eye(40)
+    )
+    data = torch.utils.data.TensorDataset(inputs, torch.arange(200) % 30)
+    anchors = {
+        dtype: ewc.consolidate(
+            model, data, curvature="kfac", kfac_rank=10, kfac_dtype=dtype, output=tmp_path / f"{dtype}.safetensors"
+        )
+        for dtype in ("float16", "float32")
+    }
+    half = anchors["float16"].blocks["0"]
+    assert half.input.vectors.dtype == Anchor.load(anchors["float16"].path).blocks["0"].input.vectors.dtype
+    assert half.input.vectors.dtype == torch.float16
+    torch.testing.assert_close(half.diagonal(), anchors["float32"].blocks["0"].diagonal(), rtol=2e-3, atol=1e-6)
+    sizes = [ewc.inspect(anchor.path).blocks["0"]["input"].bytes for anchor in anchors.values()]
+    assert sizes == [41 * 10 * 2 + 11 * 4, 41 * 10 * 4 + 11 * 4]
+    pulled = []
+    for anchor in (*anchors.values(), anchors["float16"].path):
+        twin = trained(nn.Sequential(nn.Linear(40, 30)), torch.float32, seed=1)
+        penalty = Penalty(twin, anchor, 3.0, form)
+        if form == "gradient":
+            penalty.add_gradient()
+            pulled.append(twin[0].weight.grad)
+        else:
+            penalty.proximal_step(0.5)
+            pulled.append(twin[0].weight.detach())
+    torch.testing.assert_close(pulled[0], pulled[1], rtol=1e-2, atol=2e-3 * pulled[1].abs().max().item())
+    assert torch.equal(pulled[0], pulled[2])
+
+
+def test_inspect_says_what_blocks_take_and_save(tmp_path):
+    model = trained(nn.Sequential(nn.Linear(20, 6), nn.ReLU(), nn.Linear(6, 3, bias=False)), torch.float32)
+    data = torch.utils.data.TensorDataset(torch.randn(50, 20), torch.arange(50) % 3)
+    ewc.consolidate(model, data, curvature="kfac", kfac_rank=2, output=tmp_path / "a.safetensors")
+    found = ewc.inspect(tmp_path / "a.safetensors")
+    a, g = (found.blocks["0"][side] for side in ("input", "output"))
+    assert (a.rows, a.kept, a.bytes, a.products) == (21, 2, 21 * 2 * 2 + 3 * 4, 2 * 21 * 2)
+    assert 0 < a.share < 1
+    assert (g.rows, g.kept, g.bytes) == (6, 2, 6 * 2 * 2 + 3 * 4)
+    assert found.in_blocks == 20 * 6 + 6 + 18
+    text = dict(found.facts)
+    assert text["holds"] == "144 of 144 weights, 0 of them singly"
+    # Twice (6, 3) beside the two of the first layer.
+    taken = 96 + 36 + (6 * 2 * 2 + 12) + (3 * 2 * 2 + 12)
+    whole = 2 * (21 * 22 + 6 * 7 + 6 * 7 + 3 * 4)
+    assert (
+        f"{taken} bytes, {taken / (4 * 144):.2f} of their diagonal's, {taken / whole:.2f} of whole" in text["in blocks"]
+    )
+
+
 @pytest.mark.parametrize(
     ("factor", "error", "message"),
     [
@@ -459,12 +517,6 @@ def test_blocks_that_do_not_fit_the_model():
     other[4] = nn.Linear(7, 9)
     with pytest.raises(AnchorMismatchError, match=r"4.weight has shape \(4, 7\) in the anchor and \(9, 7\)"):
         Penalty(other, anchor, 1.0)
-
-
-def test_merging_is_refused(tmp_path):
-    model = trained(dense(), torch.float32)
-    with pytest.raises(UsageError, match="a sum of these is no such block. Stack the anchors"):
-        ewc.merge([make_anchor(model, 0), make_anchor(model, 1)])
 
 
 def test_latest_moves_the_centre_of_a_block(tmp_path):

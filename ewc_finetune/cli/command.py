@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ewc_finetune.choices import DEVICES
+from ewc_finetune.choices import DEVICES, KFAC_DTYPES
 from ewc_finetune.errors import EwcError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -71,6 +71,39 @@ def only_one(context: click.Context, parameter: click.Parameter, values: tuple[s
     if len(values) != 1:
         raise click.BadParameter(f"given {len(values)} times; this command takes one")
     return values[0]
+
+
+def _rank(text: str) -> float | str:
+    if text in ("auto", "full"):
+        return text
+    try:
+        return float(text) if float(text) < 1 else int(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is neither auto, full, a share nor a whole number.") from None
+
+
+def storage_options(function: F) -> F:
+    """Add the options of every command that stores K-FAC blocks."""
+    for option in (
+        click.option(
+            "--kfac-dtype",
+            type=click.Choice(KFAC_DTYPES),
+            default=KFAC_DTYPES[0],
+            show_default=True,
+            help="Precision in which kept eigenvectors are stored; factors that are kept whole are in float32.",
+        ),
+        click.option(
+            "--kfac-rank",
+            type=_rank,
+            default="auto",
+            show_default=True,
+            metavar="X",
+            help="Eigenvectors to keep of each factor: those that hold a share of the trace (below 1), or so many; "
+            "auto is 0.99, full keeps all.",
+        ),
+    ):
+        function = option(function)
+    return function
 
 
 def printing_options(function: F) -> F:

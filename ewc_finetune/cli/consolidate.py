@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ewc_finetune.choices import CURVATURES, ESTIMATORS, KFAC_FORMS, LIKELIHOODS
-from ewc_finetune.cli.command import Command, common_options, only_one
+from ewc_finetune.cli.command import Command, common_options, only_one, storage_options
 
 
 def _samples(text: str) -> int | str:
@@ -17,15 +17,6 @@ def _samples(text: str) -> int | str:
     if not text.isdecimal() or int(text) < 1:
         raise click.BadParameter(f"{text!r} is neither auto nor a number of samples, at least 1.")
     return int(text)
-
-
-def _rank(text: str) -> float | str:
-    if text in ("auto", "full"):
-        return text
-    try:
-        return float(text) if float(text) < 1 else int(text)
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is neither auto, full, a share nor a whole number.") from None
 
 
 @click.command(cls=Command)
@@ -63,15 +54,7 @@ def _rank(text: str) -> float | str:
     show_default=True,
     help="What kfac does with several positions of a sample: take each for a sample (expand), or put them together.",
 )
-@click.option(
-    "--kfac-rank",
-    type=_rank,
-    default="auto",
-    show_default=True,
-    metavar="X",
-    help="Eigenvectors to keep of each factor: those that hold a share of the trace (below 1), or so many; auto is "
-    "0.99, full keeps all.",
-)
+@storage_options
 @click.option("--name", help="What to call the domain.  [default: the kind of data]")
 @click.option(
     "--estimator",

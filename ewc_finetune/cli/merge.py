@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from ewc_finetune.choices import LINEAGES, MERGED_HEADS
-from ewc_finetune.cli.command import Command, printing_options
+from ewc_finetune.choices import KFAC_SUMS, LINEAGES, MERGED_HEADS
+from ewc_finetune.cli.command import Command, printing_options, storage_options
 
 
 @click.command(cls=Command)
@@ -41,6 +41,14 @@ from ewc_finetune.cli.command import Command, printing_options
     show_default=True,
     help="expand: the last layer got more outputs from one to the next, and older anchors hold the first ones.",
 )
+@click.option(
+    "--kfac-sum",
+    type=click.Choice(KFAC_SUMS),
+    default="nearest",
+    show_default=True,
+    help="What stands for a sum of K-FAC blocks: the nearest block, or the one of the sums of their factors.",
+)
+@storage_options
 @click.option("--name", help="What to call the merged anchor.  [default: the names, joined by +]")
 @click.option(
     "--checkpoint",
@@ -53,7 +61,8 @@ from ewc_finetune.cli.command import Command, printing_options
 def merge(anchors: tuple[str, ...], output: str, arch: str | None, quiet: bool, as_json: bool, **options: Any) -> None:
     """Write several anchors, oldest first, as one that pulls as all of them would together.
 
-    Exactly so, unless --online: that is what a stack of anchors costs in training, however many there are.
+    Exactly so, unless --online, or for K-FAC blocks, whose sum is no such block: one near it takes its place. A merged
+    anchor costs one anchor's memory and time.
     """
     from ewc_finetune.cli.printer import Printer, importance_table
     from ewc_finetune.verbs.merge import merge as run

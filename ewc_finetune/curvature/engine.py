@@ -104,7 +104,10 @@ class Engine:
         if checked is not None:
             dead = {name: self.parameters[name] for name in plan.dead}
             parts = {name: part[checked] for name, (_, part) in squares.items()}
-            parts |= {block.layer.weight: torch.tensor(block.norm, dtype=torch.float64) for block in blocks}
+            for block in blocks:
+                for name, norm in zip((block.layer.weight, block.layer.bias), block.norms, strict=True):
+                    if name is not None:
+                        parts[name] = torch.tensor(norm, dtype=torch.float64)
             wrong = self._wrong(plan, {**ruled, **dead}, inputs, factors, checked, parts)
             if wrong:
                 rest |= {name: self.parameters[name] for name in wrong}
@@ -166,11 +169,10 @@ class Engine:
         parts = {name: part[0] for name, (_, part) in truth.items()}
         largest = torch.stack([part.double() for part in parts.values()]).max()
         zero = torch.zeros((), device=largest.device)
-        folded = {layer.bias for layer in self.layers.values()}
         return [
             name
             for name, part in parts.items()
-            if name not in folded and not agree(found.get(name, zero), part, ruled[name].dtype, largest, slack=10)
+            if not agree(found.get(name, zero), part, ruled[name].dtype, largest, slack=10)
         ]
 
     def _demote(self, wrong: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from ewc_finetune.choices import ESTIMATORS, Estimator, KfacForm, check_choice
 from ewc_finetune.curvature import fallback
 from ewc_finetune.curvature.engine import Engine
 from ewc_finetune.curvature.gathering import gathered
-from ewc_finetune.curvature.kfac import LARGEST, BlockSums
+from ewc_finetune.curvature.kfac import LARGEST, BlockSums, mirrored
 from ewc_finetune.curvature.ruled import Squares
 from ewc_finetune.curvature.standard_error import RunningError, StandardError
 from ewc_finetune.devices import out_of_memory, random_state_kept
@@ -172,6 +172,7 @@ class _Run:
         self.blocks: dict[str, tuple[Tensor, Tensor]] = {}
         # For a small model, adding to them would take as long as the pass itself: a few chunks are added up before.
         self.block: dict[str, Tensor] = {}
+        self.recent_blocks: dict[str, tuple[Tensor, ...]] = {}
         self.block_length = _BLOCK if sum(p.numel() for p in parameters.values()) <= _SMALL else 1
         self.recent = 0
         self.error = RunningError(list(parameters), self.device)
@@ -294,10 +295,12 @@ class _Run:
         if not by_sample.sum().isfinite():
             self._refuse(by_sample)
         for block in blocks:
-            of_inputs, of_outputs = self.blocks[block.layer.weight]
-            of_inputs += block.input
-            if block.output is not None:
-                of_outputs += block.output
+            sums = (block.input, block.output)
+            if block.layer.weight in self.recent_blocks:
+                for total, part in zip(self.recent_blocks[block.layer.weight], sums, strict=True):
+                    total.add_(part)
+            else:
+                self.recent_blocks[block.layer.weight] = sums
         for name, (value, _) in squares.items():
             if name in self.block:
                 self.block[name] += value
@@ -331,7 +334,10 @@ class _Run:
             # In pieces: a whole copy in the wider type costs more than the addition.
             for start in range(0, flat.numel(), _PIECE):
                 total[start : start + _PIECE] += flat[start : start + _PIECE]
-        self.block, self.recent = {}, 0
+        for name, sums in self.recent_blocks.items():
+            for part, total in zip(sums, self.blocks[name], strict=True):
+                total.add_(part)
+        self.block, self.recent_blocks, self.recent = {}, {}, 0
 
     def result(self) -> Fisher:
         """Return what was found.
@@ -350,7 +356,12 @@ class _Run:
         batched = self.estimator == "batched"
         unreached = [name for name, total in self.totals.items() if not total.any()]
         blocks = [
-            Block(layer.weight, layer.bias, layer.transposed, *(Full(t.div_(self.samples)) for t in self.blocks[name]))
+            Block(
+                layer.weight,
+                layer.bias,
+                layer.transposed,
+                *(Full(mirrored(t) / self.samples) for t in self.blocks[name]),
+            )
             for name, layer in self.engine.layers.items()
         ]
         return Fisher(

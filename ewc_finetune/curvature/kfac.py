@@ -21,6 +21,9 @@ from torch import Tensor
 from ewc_finetune.choices import KfacForm
 from ewc_finetune.curvature.uses import Factored, blocks, sum_by_sample
 
+# So many rows of a product that is symmetric are made at once: what lies right of them is their mirror image.
+_PANEL = 192
+
 # A factor has as many rows as a layer has inputs or outputs, and their square in numbers: 0.5 GB in float64.
 LARGEST = 8192
 
@@ -56,10 +59,10 @@ class BlockSums:
         checked: A sample of which the gradient itself is wanted too, to compare it.
 
     Attributes:
-        input: Sum over the samples of `a a^T`, as the form has it.
-        output: Sum over samples and vectors of `g g^T`, likewise; None before the first.
+        input: Sum over the samples of `a a^T`, as the form has it; what is right of its diagonal is not all there.
+        output: Sum over samples and vectors of `g g^T`, likewise; zero before the first.
         by_sample: Each sample's part of the trace of the block.
-        norm: Sum over the vectors of the checked sample's squared gradients by the weight, without its bias.
+        norms: Sum over the vectors of the checked sample's squared gradients by the weight, and by the bias.
     """
 
     def __init__(self, layer: Layer, use: Factored, form: KfacForm, checked: int | None) -> None:
@@ -67,15 +70,15 @@ class BlockSums:
         self._use = use
         self._form = form
         self._checked = checked
-        self.norm = 0.0
-        self.input, self._norms = self._sum_inputs()
-        self.output: Tensor | None = None
-        self.by_sample = torch.zeros_like(self._norms)
+        self.norms = [0.0, 0.0]
+        self.input = torch.zeros(layer.inputs, layer.inputs, device=use.inputs.device)
+        self.output = torch.zeros(layer.outputs, layer.outputs, device=use.inputs.device)
+        self._of_inputs = self._sum_inputs()
+        self.by_sample = torch.zeros_like(self._of_inputs)
 
-    def _sum_inputs(self) -> tuple[Tensor, Tensor]:
-        """Return the sum of `a a^T` and each sample's part of its trace."""
+    def _sum_inputs(self) -> Tensor:
+        """Sum `a a^T`, and return each sample's part of its trace."""
         size = self.layer.inputs
-        total: Tensor | float = 0.0
         norms = []
         for samples in blocks(self._use.batch, size * self.layer.positions, self._use.inputs.device):
             a = self._use.input_vectors(samples)
@@ -84,22 +87,32 @@ class BlockSums:
             positions = a.shape[1]
             if self._form == "reduce":
                 a, positions = a.mean(dim=1, keepdim=True), 1
-            flat = a.flatten(0, 1)
-            total = (flat.T @ flat).div_(positions) + total
+            self.input = _add_products(self.input, a.flatten(0, 1), 1 / positions)
             norms.append(sum_by_sample(a.square()).div_(positions))
-        return torch.as_tensor(total), torch.cat(norms)
+        return torch.cat(norms)
 
     def add(self, gradient: Tensor) -> None:
         """Take in the gradient of one vector at the outputs, stacked."""
         g = self._use.output_vectors(gradient)
         if self._form == "reduce" and g.shape[1] > 1:
             g = g.sum(dim=1, keepdim=True)
-        flat = g.flatten(0, 1)
-        if self.output is None:
-            self.output = flat.T @ flat
-        else:
-            self.output.addmm_(flat.T, flat)
-        self.by_sample += self._norms * sum_by_sample(g.square())
+        self.output = _add_products(self.output, g.flatten(0, 1))
+        self.by_sample += self._of_inputs * sum_by_sample(g.square())
         if self._checked is not None:
             one = slice(self._checked, self._checked + 1)
-            self.norm += torch.linalg.vector_norm(self._use.gradients(gradient, one)).square().item()
+            parts = self._use.gradients(gradient, one), self._use.output_vectors(gradient[one]).sum(dim=1)
+            self.norms = [n + part.square().sum().item() for n, part in zip(self.norms, parts, strict=True)]
+
+
+def _add_products(total: Tensor, vectors: Tensor, scale: float = 1.0) -> Tensor:
+    """Add `scale` times the sum of the vectors' outer products, up to the diagonal, and return the total."""
+    total = total.to(vectors.dtype)
+    for start in range(0, len(total), _PANEL):
+        stop = start + _PANEL
+        total[start:stop, :stop].addmm_(vectors[:, start:stop].T, vectors[:, :stop], alpha=scale)
+    return total
+
+
+def mirrored(total: Tensor) -> Tensor:
+    """Return a symmetric matrix of which what is right of the diagonal was left out."""
+    return total.tril() + total.tril(-1).T

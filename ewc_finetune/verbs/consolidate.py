@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
@@ -22,9 +22,11 @@ from ewc_finetune.checkpoint.state_dict import FROZEN
 from ewc_finetune.choices import (
     CURVATURES,
     ESTIMATORS,
+    KFAC_DTYPES,
     KFAC_FORMS,
     Curvature,
     Estimator,
+    KfacDtype,
     KfacForm,
     LikelihoodName,
     check_choice,
@@ -38,7 +40,7 @@ from ewc_finetune.devices import choose_device, on_device, random_state_kept
 from ewc_finetune.errors import UsageError
 from ewc_finetune.files import beside, check_output
 from ewc_finetune.inputs import count, take
-from ewc_finetune.kronecker import Block
+from ewc_finetune.kronecker import Rank, check_rank
 from ewc_finetune.likelihood import get_likelihood
 from ewc_finetune.modes import normalisation_layers
 from ewc_finetune.progress import Progress, Silent
@@ -46,8 +48,6 @@ from ewc_finetune.provenance import Provenance
 from ewc_finetune.verbs.prepare import prepare
 
 DEFAULT_RTOL = 0.02
-# The share of a factor's trace that its kept eigenvectors hold.
-AUTO_RANK = 0.99
 
 
 def consolidate(
@@ -58,7 +58,8 @@ def consolidate(
     name: str | None = None,
     curvature: Curvature = "diagonal",
     kfac_form: KfacForm | Literal["auto"] = "auto",
-    kfac_rank: float | Literal["auto", "full"] = "auto",
+    kfac_rank: Rank = "auto",
+    kfac_dtype: KfacDtype = "float16",
     estimator: Estimator = "auto",
     draws: int = 1,
     samples: int | Literal["auto"] | None = None,
@@ -92,7 +93,9 @@ def consolidate(
         kfac_form: What `kfac` does with several positions of a sample (tokens, pixels): `expand` takes each for a
             sample of its own, `reduce` puts them together. `auto` expands where the outputs are a sequence too.
         kfac_rank: Keep the leading eigenvectors of each factor that hold this share of its trace (below 1), or so many,
-            and the mean for all others. `auto` is 0.99, `full` keeps the factors whole.
+            and the mean for all others. `auto` is 0.99, `full` keeps the factors whole; so does a share that takes half
+            of the eigenvectors or more, for which the factor itself is smaller.
+        kfac_dtype: In which the kept eigenvectors are stored.
         estimator: Whose labels the Fisher uses; `exact` is the expectation over the model's own predictions, `sampled`
             draws from them. `auto` is exact for up to 32 outputs and sampled beyond.
         draws: How many labels `sampled` draws for each sample.
@@ -123,7 +126,7 @@ def consolidate(
         check_output(Path(output), overwrite, [model])
     check_choice("curvature", curvature, CURVATURES)
     check_choice("estimator", estimator, ESTIMATORS)
-    _check_kfac(curvature, kfac_form, kfac_rank)
+    _check_kfac(curvature, kfac_form, kfac_rank, kfac_dtype)
     if samples is not None and samples != "auto" and (type(samples) is not int or samples < 1):
         raise UsageError(f"samples is {samples}; expected auto or a whole number, at least 1")
     if type(draws) is not int or draws < 1:
@@ -218,7 +221,7 @@ def consolidate(
             fisher=fisher,
             buffers=cpu_copy(_persistent_buffers(opened.model)),
             provenance=provenance,
-            blocks={block.layer: _stored(block, kfac_rank) for block in found.blocks},
+            blocks={block.layer: block.stored(kfac_rank, kfac_dtype) for block in found.blocks},
         )
     validate(anchor)
     return anchor if output is None else anchor.save(output)
@@ -229,33 +232,18 @@ def default_output(model: str | Path) -> Path:
     return beside(Path(model), ".anchor.safetensors")
 
 
-def _check_kfac(curvature: Curvature, kfac_form: str, kfac_rank: float | str) -> None:
+def _check_kfac(curvature: Curvature, kfac_form: str, kfac_rank: Rank, kfac_dtype: str) -> None:
     check_choice("kfac form", kfac_form, ("auto", *KFAC_FORMS))
     if curvature != "kfac" and (kfac_form != "auto" or kfac_rank != "auto"):
         raise UsageError(f"a form and a rank are of K-FAC's factors, and the curvature is {curvature}")
-    known = kfac_rank in ("auto", "full") if isinstance(kfac_rank, str) else _is_rank(kfac_rank)
-    if not known:
-        raise UsageError(
-            f"kfac rank is {kfac_rank}; expected auto, full, a share between 0 and 1, or a number of eigenvectors"
-        )
-
-
-def _is_rank(value: float) -> bool:
-    return 0 < value < 1 or (value >= 1 and float(value).is_integer())
+    check_rank(kfac_rank)
+    check_choice("kfac dtype", kfac_dtype, KFAC_DTYPES)
 
 
 def _form(form: KfacForm | Literal["auto"], likelihood: LikelihoodName) -> KfacForm:
     if form == "auto":
         return "expand" if likelihood == "per-token" else "reduce"
     return form
-
-
-def _stored(block: Block, rank: float | str) -> Block:
-    """Return a block as the anchor keeps it: in float32 on the CPU, of no higher rank."""
-    if rank != "full":
-        kept = AUTO_RANK if isinstance(rank, str) else rank
-        block = replace(block, input=block.input.truncated(kept), output=block.output.truncated(kept))
-    return block.to(torch.empty(0))
 
 
 def _identity(parameters: Mapping[str, torch.Tensor]) -> Fisher:

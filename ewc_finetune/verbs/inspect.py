@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ewc_finetune.anchor import Anchor
-from ewc_finetune.block_file import SIDES, BlockFile, ranks_of, sizes_of
+from ewc_finetune.block_file import BlockFile, StoredFactor, stored_factors
 from ewc_finetune.curvature.importance import LayerImportance, importance_by_layer
 from ewc_finetune.figures import draw_importance, figure_format
 from ewc_finetune.files import check_output
@@ -24,8 +24,7 @@ class Inspection:
         file: The anchor.
         bytes: Its size.
         tensors: How many tensors and numbers there are of `fisher`, `kfac`, `anchor` (weights) and `buffer`.
-        blocks: Of each layer with a K-FAC block, for `input` and `output`, the rows of the factor and how many
-            eigenvectors are kept of it.
+        blocks: Of each layer with a K-FAC block, what is kept of its `input` and `output` factor.
         provenance: Where it came from, with the importance of each layer.
         remarks: What a reader should know of the file.
     """
@@ -33,7 +32,7 @@ class Inspection:
     file: Path
     bytes: int
     tensors: dict[str, dict[str, int]]
-    blocks: dict[str, dict[str, tuple[int, int]]]
+    blocks: dict[str, dict[str, StoredFactor]]
     provenance: Provenance
     remarks: tuple[str, ...]
 
@@ -43,23 +42,29 @@ class Inspection:
             "file": str(self.file),
             "bytes": self.bytes,
             "tensors": self.tensors,
-            "blocks": self.blocks,
+            "blocks": {n: {side: asdict(f) for side, f in both.items()} for n, both in self.blocks.items()},
             "provenance": asdict(self.provenance),
             "remarks": list(self.remarks),
         }
 
     @property
+    def in_blocks(self) -> int:
+        """How many weights are held in blocks."""
+        return sum(both["input"].rows * both["output"].rows for both in self.blocks.values())
+
+    @property
     def facts(self) -> list[tuple[str, str]]:
         """What a person wants to know first, each with its name."""
         origin = self.provenance
-        held, kfac, weights = (self.tensors[group] for group in ("fisher", "kfac", "anchor"))
+        singly, weights = (self.tensors[group]["numbers"] for group in ("fisher", "anchor"))
+        held = singly + self.in_blocks
         found = [
             ("name", origin.name),
             ("made", " with ".join(filter(None, (origin.created, _versions(origin))))),
             ("size", f"{self.bytes:,} bytes"),
-            ("holds", f"{held['numbers']:,} of {weights['numbers']:,} weights, in {held['tensors']} tensors"),
-            ("in blocks", f"{len(self.blocks)} layers: {kfac['numbers']:,} numbers" if self.blocks else ""),
-            *((f"  {layer}", _rows(factors)) for layer, factors in self.blocks.items()),
+            ("holds", f"{held:,} of {weights:,} weights" + (f", {singly:,} of them singly" if self.blocks else "")),
+            ("in blocks", _blocks(self.blocks.values())),
+            *((f"  {layer}", _kept(both)) for layer, both in self.blocks.items()),
             ("model", origin.checkpoint.get("architecture") or "of no recorded architecture"),
             ("checkpoint", " ".join(filter(None, (origin.checkpoint.get("file"), origin.checkpoint.get("sha256"))))),
             ("data", _data(origin)),
@@ -83,7 +88,7 @@ class Inspection:
 
 
 def inspect(file: str | Path, *, plot: str | Path | None = None, overwrite: bool = False) -> Inspection:
-    """Say what is in an anchor file; its header is enough, and the tensors of one that has no importance in it.
+    """Say what is in an anchor file, from its header and eigenvalues; all of it if it has no importance in it.
 
     Args:
         file: The anchor.
@@ -108,7 +113,7 @@ def inspect(file: str | Path, *, plot: str | Path | None = None, overwrite: bool
         file=Path(file),
         bytes=Path(file).stat().st_size,
         tensors={g: {"tensors": len(s), "numbers": sum(shape.numel() for shape in s)} for g, s in shapes.items()},
-        blocks={} if factors is None else {layer: _factors(factors, layer) for layer in factors},
+        blocks={} if factors is None else {layer: stored_factors(factors, layer) for layer in factors},
         provenance=origin,
         remarks=anchor.remarks,
     )
@@ -121,13 +126,31 @@ def _importance(anchor: Anchor) -> list[LayerImportance]:
     return importance_by_layer(anchor.fisher, anchor.blocks.values())
 
 
-def _factors(blocks: BlockFile, layer: str) -> dict[str, tuple[int, int]]:
-    sizes, ranks = sizes_of(blocks, layer), ranks_of(blocks, layer)
-    return {side: (sizes[side] or 0, ranks[side]) for side in SIDES}
+def _kept(both: Mapping[str, StoredFactor]) -> str:
+    """Say what is kept of a layer's factors."""
+    return ", ".join(
+        f"{side} {factor.rows:,} rows"
+        + ("" if factor.whole else f" ({factor.kept:,} eigenvectors with {factor.share:.1%} of the trace)")
+        + f", {factor.bytes:,} bytes"
+        for side, factor in both.items()
+    )
 
 
-def _rows(factors: Mapping[str, tuple[int, int]]) -> str:
-    return ", ".join(f"{side} factor of {rows:,} rows, {kept:,} kept" for side, (rows, kept) in factors.items())
+def _blocks(layers: Collection[Mapping[str, StoredFactor]]) -> str:
+    """Say what blocks take in the file, beside the diagonal of their layers, and in each step of training."""
+    if not layers:
+        return ""
+    pairs = [(both["input"], both["output"]) for both in layers]
+    taken = sum(a.bytes + g.bytes for a, g in pairs)
+    whole = sum(a.whole_bytes + g.whole_bytes for a, g in pairs)
+    diagonal = sum(4 * a.rows * g.rows for a, g in pairs)
+    products = sum(a.products * g.rows + g.products * a.rows for a, g in pairs)
+    most = sum((a.rows + g.rows) * a.rows * g.rows for a, g in pairs)
+    text = f"{len(pairs)} layers, {taken:,} bytes, {taken / diagonal:.2f} of their diagonal's"
+    if taken != whole:
+        text += f", {taken / whole:.2f} of whole factors'"
+    text += f"; {products / 1e6:,.1f} million products a step"
+    return text if products == most else f"{text}, {products / most:.2f} of whole factors'"
 
 
 def _versions(origin: Provenance) -> str:

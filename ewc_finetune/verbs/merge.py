@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,24 @@ from torch import Tensor, nn
 
 from ewc_finetune._version import __version__
 from ewc_finetune.anchor import Anchor, validate
+from ewc_finetune.block_sum import centre_of, sum_of
 from ewc_finetune.checkpoint.opening import open_checkpoint
 from ewc_finetune.checkpoint.state_dict import Record, from_anchor, write_checkpoint
-from ewc_finetune.choices import LINEAGES, MERGED_HEADS, Lineage, MergedHead, check_choice
+from ewc_finetune.choices import (
+    KFAC_DTYPES,
+    KFAC_SUMS,
+    LINEAGES,
+    MERGED_HEADS,
+    KfacDtype,
+    KfacSum,
+    Lineage,
+    MergedHead,
+    check_choice,
+)
 from ewc_finetune.curvature.importance import importance_by_layer
 from ewc_finetune.errors import AnchorMismatchError, NonFiniteError, StorageError, UsageError
 from ewc_finetune.files import atomic_writes, check_output, storage_errors
+from ewc_finetune.kronecker import Block, Rank, check_rank
 from ewc_finetune.precision import wide
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.provenance import Provenance
@@ -32,6 +44,7 @@ from ewc_finetune.stack import (
     newest_whole,
     of_one_head,
     remarks,
+    scaled,
     spread_lambdas,
 )
 from ewc_finetune.tensor_file import shapes_of
@@ -45,6 +58,9 @@ def merge(
     gamma: float = 1.0,
     lineage: Lineage = "all",
     head: MergedHead = "shared",
+    kfac_sum: KfacSum = "nearest",
+    kfac_rank: Rank = "auto",
+    kfac_dtype: KfacDtype = "float16",
     name: str | None = None,
     output: str | Path | None = None,
     checkpoint: str | Path | None = None,
@@ -58,6 +74,9 @@ def merge(
     each weighted by its lambda F (Matena and Raffel 2022, "Merging models with Fisher-weighted averaging"). Where no
     parent has curvature the newest one's weights are kept, and its buffers. Files are read a tensor at a time.
 
+    K-FAC blocks are merged into one for each layer. Their centre is exact likewise; their sum is no such block, so that
+    one near it stands in (`kfac_sum`), and under the penalty the merged anchor pulls only nearly as they would.
+
     Args:
         anchors: Anchors or their files, oldest first; a merged one is an anchor like any other.
         lambdas: One for all or one for each, relative to each other: the merged anchor gets a lambda when it is used.
@@ -67,6 +86,10 @@ def merge(
         lineage: See `collapse`; offline alone.
         head: `expand` for anchors of which the last layer got more outputs from one to the next: those of fewer
             outputs hold the first ones. What one anchor alone knows of a layer that was replaced is left out anyway.
+        kfac_sum: The block for a sum of blocks: `nearest` by the Frobenius norm, or the one of weighted sums of the
+            `factors` (see `block_sum.sum_of`).
+        kfac_rank: What is kept of its factors, as in `consolidate`.
+        kfac_dtype: Likewise, in which precision.
         name: What to call it; the parents' names joined by `+` unless given.
         output: File to save the anchor to; not saved unless given.
         checkpoint: File to write the centre to as a model, in the format of the newest parent's checkpoint.
@@ -83,6 +106,9 @@ def merge(
     progress = progress or Silent()
     check_choice("lineage", lineage, LINEAGES)
     check_choice("head", head, MERGED_HEADS)
+    check_choice("kfac sum", kfac_sum, KFAC_SUMS)
+    check_rank(kfac_rank)
+    check_choice("kfac dtype", kfac_dtype, KFAC_DTYPES)
     given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
     if not given:
         raise UsageError("there is nothing to merge; name one anchor or more")
@@ -99,7 +125,6 @@ def merge(
         raise UsageError("an architecture is for the checkpoint, and none is to be written; name one with --checkpoint")
     _check_outputs([output, checkpoint], overwrite, given)
     parents = [anchor if isinstance(anchor, Anchor) else Anchor.open(anchor) for anchor in given]
-    _refuse_blocks(parents)
     for remark in [r for parent in parents for r in parent.remarks] + remarks(parents, "latest" if online else lineage):
         progress.note(remark)
     if online:
@@ -112,6 +137,7 @@ def merge(
         quadratic = _online(parents, strengths, growing)
     else:
         quadratic = collapse(parents, strengths, lineage, growing=growing)
+    quadratic = _sum_blocks(quadratic, parents, kfac_sum, lambda block: block.stored(kfac_rank, kfac_dtype))
     _check_sums(quadratic)
     weights = _weights(parents, quadratic)
     merged = Anchor(
@@ -121,6 +147,7 @@ def merge(
         provenance=_provenance(
             parents, strengths, quadratic, name, online, gamma, lineage, _alike(parents, weights).provenance
         ),
+        blocks={block.layer: block for block, _ in quadratic.blocks},
     )
     validate(merged)
     model = None if checkpoint is None else _model(merged, parents, strengths, architecture)
@@ -137,13 +164,31 @@ def merge(
     return merged
 
 
-def _refuse_blocks(anchors: Sequence[Anchor]) -> None:
-    for anchor in anchors:
-        if anchor.blocks:
-            raise UsageError(
-                f"{anchor.label} has K-FAC blocks, and a sum of these is no such block. Stack the anchors in finetune "
-                "instead, which keeps each"
+def _sum_blocks(
+    quadratic: Quadratic, anchors: Sequence[Anchor], how: KfacSum, stored: Callable[[Block], Block]
+) -> Quadratic:
+    """Bring the blocks of each layer together into one, with the centre of all of them."""
+    layers: dict[str, list[tuple[Block, Tensor]]] = {}
+    for block, centre in quadratic.blocks:
+        layers.setdefault(block.weight, []).append((block, centre))
+    found = replace(quadratic, centre=dict(quadratic.centre), constant=dict(quadratic.constant), blocks=[])
+    for weight, parts in layers.items():
+        block = sum_of([block for block, _ in parts], how)
+        twice = [name for name in block.names if name in quadratic.curvature]
+        if twice:
+            raise AnchorMismatchError(
+                f"{', '.join(twice)} is held by a K-FAC block in one anchor and by a diagonal in another, and no one "
+                "anchor can hold it as both do. Stack them in finetune instead"
             )
+        centre, constant = centre_of(parts)
+        shape = _newest(anchors, weight).shape
+        for name, part in zip(block.names, block.split(centre.to(parts[-1][1].dtype), shape), strict=False):
+            if part is not None and name not in found.centre:
+                found.centre[name] = part
+        if constant:
+            found.constant[weight] = found.constant.get(weight, 0.0) + constant
+        found.blocks.append((stored(block), centre))
+    return found
 
 
 def _check_outputs(
@@ -175,15 +220,30 @@ def _online(anchors: Sequence[Anchor], lambdas: Sequence[float], growing: Collec
                 fisher = anchor.fisher[name].double()
                 total[slice(len(fisher)) if name in growing else ...] += fisher * lam
         found.curvature[name] = total.float()
+    for anchor, lam in zip(anchors, lambdas, strict=True):
+        for block in anchor.blocks.values():
+            for name in block.names:
+                found.centre[name] = _newest(anchors, name)
+            bias = None if block.bias is None else found.centre[block.bias]
+            centre = wide(block.join(found.centre[block.weight], bias))[: block.output.size]
+            found.blocks.append((scaled(block, lam), centre))
     return found
+
+
+def _newest(anchors: Sequence[Anchor], name: str) -> Tensor:
+    """Return the newest weights that have all rows of a parameter that any of the anchors holds."""
+    return newest_whole(anchors, [anchor for anchor in anchors if name in anchor.held_shapes()], name).weights[name]
 
 
 def _check_sums(quadratic: Quadratic) -> None:
     """Refuse lambdas that float32 cannot hold, in which the file has them."""
     sums = [curvature.float() for curvature in quadratic.curvature.values()]
-    if not all(map(math.isfinite, quadratic.constant.values())) or not all(part.isfinite().all() for part in sums):
+    traces = [block.trace for block, _ in quadratic.blocks]
+    if not all(map(math.isfinite, (*quadratic.constant.values(), *traces))) or not all(
+        part.isfinite().all() for part in sums
+    ):
         raise NonFiniteError("the sum of the curvatures is too large for its numbers; use smaller lambdas")
-    if sums and not any(part.any() for part in sums):
+    if (sums or traces) and not any(part.any() for part in sums) and not any(traces):
         raise NonFiniteError("the sum of the curvatures is zero in its numbers; use larger lambdas")
 
 
@@ -231,7 +291,7 @@ def _provenance(
     newest: Provenance,
 ) -> Provenance:
     origins = [anchor.provenance for anchor in anchors]
-    held = quadratic.curvature
+    held = {*quadratic.curvature, *quadratic.centre}
     reasons = {n: reason for origin in origins for n, reason in origin.excluded.items() if n not in held}
     every = [entry for origin in origins for entry in origin.lineage]
     estimators = {origin.estimator for origin in origins}
@@ -264,10 +324,10 @@ def _provenance(
         likelihood=newest.likelihood,
         estimator=estimators.pop() if len(estimators) == 1 else "mixed",
         samples=sum(origin.samples for origin in origins),
-        curvature=curvatures.pop() if len(curvatures) == 1 else "diagonal",
+        curvature=curvatures.pop() if len(curvatures) == 1 else "kfac" if quadratic.blocks else "diagonal",
         constant=quadratic.constant,
         merged=merged,
-        importance=_importance(held, newest),
+        importance=_importance(quadratic, newest),
         excluded=reasons,
         normalisation=newest.normalisation,
         lineage=[entry for index, entry in enumerate(every) if entry not in every[:index]],
@@ -277,10 +337,11 @@ def _provenance(
     )
 
 
-def _importance(held: Mapping[str, Tensor], newest: Provenance) -> list[dict[str, Any]]:
+def _importance(quadratic: Quadratic, newest: Provenance) -> list[dict[str, Any]]:
     """Return the importance of each layer, in the order that the newest parent has them in."""
     order = {layer["layer"]: number for number, layer in enumerate(newest.importance)}
-    found = [asdict(layer) for layer in importance_by_layer(held)]
+    blocks = [block for block, _ in quadratic.blocks]
+    found = [asdict(layer) for layer in importance_by_layer(quadratic.curvature, blocks)]
     return sorted(found, key=lambda layer: order.get(layer["layer"], len(order)))
 
 
