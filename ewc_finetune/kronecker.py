@@ -18,6 +18,8 @@ from ewc_finetune.choices import KfacDtype
 from ewc_finetune.errors import UsageError
 
 _SMALL = 1024
+# Of larger ones: eigenvectors that are looked for at first, such as are looked for beside them, and how often.
+_FIRST, _SPARE, _ITERATIONS = 64, 16, 2
 # The share of a factor's trace that its kept eigenvectors hold, unless it is said.
 AUTO_RANK = 0.99
 Rank = float | Literal["auto", "full"]
@@ -128,6 +130,39 @@ class Full(Factor):
     def scaled(self, by: float) -> Full:
         """See `Factor`."""
         return Full(self.values * by)
+
+    def truncated(self, rank: float | int) -> Factor:
+        """See `Factor`; of a large one the eigenvectors are those that subspace iteration finds."""
+        if self.size <= _SMALL or rank >= self.size // 4:
+            return super().truncated(rank)
+        return self._leading(rank) or self
+
+    def _leading(self, rank: float | int) -> Truncated | None:
+        """Find so many leading eigenvectors, or those with a share of the trace unless these are too many.
+
+        Randomized subspace iteration (Halko, Martinsson and Tropp 2011, "Finding structure with randomness"). Whatever
+        it finds is orthonormal, and its eigenvalues are what the factor is along it, so that no share is overstated.
+        """
+        generator = torch.Generator().manual_seed(0)
+        basis = self.values.new_empty(self.size, 0)
+        most = (self.size - 1) // 2
+        count = _FIRST if rank < 1 else int(rank)
+        while True:
+            more = torch.randn(self.size, count + _SPARE - basis.shape[1], generator=generator)
+            basis = torch.cat([basis, more.to(self.values)], dim=1)
+            for _ in range(_ITERATIONS):
+                basis = torch.linalg.qr(self.values @ basis).Q
+            values, rotation = torch.linalg.eigh(basis.T @ (self.values @ basis))
+            values, vectors = values.flip(0)[:count].clamp(min=0), (basis @ rotation.flip(1))[:, :count]
+            held = values.double().cumsum(0)
+            kept = count if rank >= 1 else int((held < rank * self.trace).sum()) + 1
+            if kept <= count:
+                rest = (self.trace - held[kept - 1].item()) / (self.size - kept)
+                return Truncated(vectors[:, :kept].contiguous(), values[:kept], max(0.0, rest))
+            # None of those that are left is larger than the last.
+            if held[-1].item() + (most - count) * values[-1].item() < rank * self.trace:
+                return None
+            count = min(2 * count, most)
 
     def eigen(self) -> Truncated:
         """See `Factor`."""

@@ -20,10 +20,10 @@ from ewc_finetune.figures import save_figure
 
 
 class Task(NamedTuple):
-    """One domain of a sequence."""
+    """One domain of a sequence, made when it is asked for: fifty do not fit into memory."""
 
-    train: TensorDataset
-    test: TensorDataset
+    train: Callable[[], TensorDataset]
+    test: Callable[[], TensorDataset]
 
 
 class Method(NamedTuple):
@@ -129,10 +129,11 @@ def learn_in_turn(
     for number, task in enumerate(tasks):
         select(number)
         held = {"anchors": anchors, "lambdas": method.strength, "penalty_form": method.form}
-        ewc.finetune(model, task.train, eval_on=[], **held, **training)
+        train = task.train()
+        ewc.finetune(model, train, eval_on=[], **held, **training)
         if method.strength and number + 1 < len(tasks):
             fisher = {} if method.curvature == "identity" else {"samples": samples, "estimator": "exact"}
-            anchor = ewc.consolidate(model, task.train, curvature=method.curvature, **fisher)
+            anchor = ewc.consolidate(model, train, curvature=method.curvature, **fisher)
             if method.online and anchors:
                 anchors = [ewc.merge([*anchors, anchor], online=True, gamma=method.gamma, kfac_sum=method.kfac_sum)]
             else:
@@ -140,7 +141,7 @@ def learn_in_turn(
         row = []
         for earlier, other in enumerate(tasks[: number + 1]):
             select(earlier)
-            (score,) = ewc.evaluate(model, {"task": other.test})
+            (score,) = ewc.evaluate(model, {"task": other.test()})
             row.append(score.accuracy)
         accuracy.append(row)
     return accuracy

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from in_turn import (
@@ -124,13 +125,13 @@ def make_tasks(count: int, options: argparse.Namespace) -> list[Task]:
     limit = "?limit=100" if options.quick else ""
     splits = [images(f"mnist{limit}", split, options.data_dir) for split in ("train", "test")]
 
-    def shuffled(inputs: Tensor, number: int) -> Tensor:
+    def shuffled(number: int, inputs: Tensor, labels: Tensor) -> TensorDataset:
         if number == 0:
-            return inputs
+            return TensorDataset(inputs, labels)
         order = torch.randperm(784, generator=torch.Generator().manual_seed(number))
-        return inputs.flatten(1)[:, order].view_as(inputs)
+        return TensorDataset(inputs.flatten(1)[:, order].view_as(inputs), labels)
 
-    return [Task(*(TensorDataset(shuffled(x, number), y) for x, y in splits)) for number in range(count)]
+    return [Task(*(partial(shuffled, number, *split) for split in splits)) for number in range(count)]
 
 
 def make_table(results: Sequence[Result], setting: str) -> str:

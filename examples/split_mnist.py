@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from in_turn import (
@@ -109,7 +110,7 @@ def make_tasks(setting: str, options: argparse.Namespace) -> list[Task]:
         labels = labels[kept]
         return TensorDataset(inputs[kept].flatten(1), labels if setting == CLASS else labels % 2)
 
-    return [Task(part("train", number), part("test", number)) for number in range(5)]
+    return [Task(partial(part, "train", number), partial(part, "test", number)) for number in range(5)]
 
 
 def make_table(results: Sequence[Result], settings: Sequence[str]) -> str:

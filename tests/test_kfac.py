@@ -270,6 +270,33 @@ def test_truncation_keeps_the_trace():
     assert factor.truncated(0.99) is factor
 
 
+@pytest.mark.parametrize("rank", [0.5, 0.9, 40])
+@pytest.mark.parametrize("decay", [0.5, 2.0])
+def test_truncation_of_large_factors(monkeypatch, decay, rank):
+    """By subspace iteration: orthonormal, of the share it says, and hardly more eigenvectors than there must be."""
+    monkeypatch.setattr("ewc_finetune.kronecker._SMALL", 100)
+    monkeypatch.setattr("ewc_finetune.kronecker._FIRST", 10)
+    size = 300
+    vectors = torch.linalg.qr(psd(size, 0).matrix()).Q
+    values = torch.arange(1, size + 1).double() ** -decay
+    factor = Full((vectors * values) @ vectors.T)
+    share = values.cumsum(0) / values.sum()
+    needed = int((share < rank).sum()) + 1 if rank < 1 else rank
+    cut = factor.truncated(rank)
+    if needed > 0.45 * size:
+        assert cut is factor
+        return
+    kept = len(cut.eigenvalues)
+    assert needed <= kept <= 1.05 * needed + 1
+    assert cut.trace == pytest.approx(factor.trace)
+    torch.testing.assert_close(cut.vectors.T @ cut.vectors, torch.eye(kept, dtype=torch.float64))
+    held = (cut.vectors.T @ factor.matrix() @ cut.vectors).trace()
+    assert held.item() == pytest.approx(cut.eigenvalues.sum().item())
+    assert held / factor.trace >= 0.9 * share[kept - 1]
+    if rank < 1:
+        assert held / factor.trace >= rank
+
+
 def make_anchor(model, seed, form="expand", truncate=None):
     """An anchor near a model with the K-FAC blocks of random data."""
     shape = (6,) if isinstance(model[0], nn.Linear) else (2, 7, 7)

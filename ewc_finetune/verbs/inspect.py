@@ -53,6 +53,13 @@ class Inspection:
         return sum(both["input"].rows * both["output"].rows for both in self.blocks.values())
 
     @property
+    def curvature_bytes(self) -> int:
+        """What the curvature takes in the file: its diagonal, which is float32, and its blocks."""
+        return 4 * self.tensors["fisher"]["numbers"] + sum(
+            f.bytes for both in self.blocks.values() for f in both.values()
+        )
+
+    @property
     def facts(self) -> list[tuple[str, str]]:
         """What a person wants to know first, each with its name."""
         origin = self.provenance

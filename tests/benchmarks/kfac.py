@@ -1,0 +1,142 @@
+"""What K-FAC costs: its consolidation beside the diagonal's, and its penalty beside a training step.
+
+    OMP_WAIT_POLICY=PASSIVE EWC_FT_DATA=... python tests/benchmarks/kfac.py
+
+Prints two tables. The first has the time of a pass with K-FAC blocks by that of the same pass with the diagonal, with
+the exact estimator, the factors of all layers cut to 99% of their trace included or not. The second has the time of the
+penalty alone by that of a training step without it, for factors that are whole, and cut to 99% and 90%: an MLP
+(784-256-128-10 with batch norm, trained on MNIST for one epoch; Adam, 100 images), and a ResNet-18 (random weights; SGD
+with momentum, 32 random images of 32 by 32).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable
+
+import torch
+from models import CASES
+from penalty import timed
+from run import table
+from torch import Tensor, nn
+
+import ewc_finetune as ewc
+from ewc_finetune.data.sources import load_domain
+from ewc_finetune.likelihood import get_likelihood
+from ewc_finetune.models import MLP
+
+RANKS = {"whole": "full", "99%": 0.99, "90%": 0.9}
+
+
+def consolidation(turns: int) -> list[list[str]]:
+    """Return the rows of the first table."""
+    rows = [["consolidation: time / the diagonal's", "MLP", "CNN", "ResNet-18"]]
+    columns = []
+    for name in rows[0][1:]:
+        case = CASES[name]
+        torch.manual_seed(0)
+        model = case.build().eval()
+        batches = [case.draw(case.batch) for _ in range(case.first + case.batches)]
+        likelihood = get_likelihood(case.likelihood)
+        found: dict[str, ewc.Fisher] = {}
+
+        def one_pass(
+            form: str | None,
+            model: nn.Module = model,
+            batches: list[tuple[Tensor, Tensor]] = batches,
+            found: dict[str, ewc.Fisher] = found,
+            likelihood: object = likelihood,
+        ) -> Callable[[], None]:
+            def run() -> None:
+                found[str(form)] = ewc.compute_fisher(model, batches, likelihood, "exact", kfac=form)
+
+            return run
+
+        def cut(found: dict[str, ewc.Fisher] = found) -> None:
+            for block in found["reduce"].blocks:
+                block.stored(0.99)
+
+        seconds = timed(
+            {"diagonal": one_pass(None), "expand": one_pass("expand"), "reduce": one_pass("reduce"), "cut": cut},
+            turns,
+            1,
+        )
+        columns.append([f"{seconds[key] / seconds['diagonal']:.2f}" for key in ("expand", "reduce")])
+        columns[-1].append(f"{seconds['cut']:.2f} s")
+    labels = ("K-FAC, expand", "K-FAC, reduce", "to cut the factors to 99%, at the end")
+    return rows + [[label, *(column[row] for column in columns)] for row, label in enumerate(labels)]
+
+
+def trained_mlp() -> tuple[nn.Module, Tensor, Tensor]:
+    """Return the MLP, and 100 images of MNIST with labels."""
+    torch.manual_seed(0)
+    model = MLP(in_features=784, hidden=(256, 128), num_classes=10, batch_norm=True)
+    ewc.finetune(model, "mnist", epochs=1, norm_stats="update", eval_on=[])
+    inputs, labels = load_domain("mnist", "train", None).samples.tensors
+    return model.eval(), inputs[:100].flatten(1).float() / 255, labels[:100]
+
+
+def resnet() -> tuple[nn.Module, Tensor, Tensor]:
+    """Return a ResNet-18, and a batch for it."""
+    torch.manual_seed(0)
+    model = CASES["ResNet-18"].build().eval()
+    return model, *CASES["ResNet-18"].draw(32)
+
+
+def step_of(model: nn.Module, inputs: Tensor, labels: Tensor, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Forward, backward and a step of the optimizer."""
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+    return step
+
+
+def penalty(name: str, turns: int) -> list[list[str]]:
+    """Return the rows of one model in the second table."""
+    model, inputs, labels = trained_mlp() if name == "MLP" else resnet()
+    data = "mnist" if name == "MLP" else torch.utils.data.TensorDataset(*CASES["ResNet-18"].draw(200))
+    anchors = {
+        label: ewc.consolidate(model, data, curvature="kfac", kfac_rank=rank, samples=2000 if name == "MLP" else None)
+        for label, rank in RANKS.items()
+    }
+    diagonal = ewc.consolidate(model, data, samples=200)
+    plain = copy.deepcopy(model)
+    optimizer = (
+        torch.optim.Adam(plain.parameters(), lr=1e-4)
+        if name == "MLP"
+        else torch.optim.SGD(plain.parameters(), lr=1e-4, momentum=0.9)
+    )
+    steps = {"step": step_of(plain, inputs, labels, optimizer)}
+    for label, anchor in (*anchors.items(), ("diagonal", diagonal)):
+        held = copy.deepcopy(model)
+        held.zero_grad()
+        steps[f"{label}, gradient"] = ewc.Penalty(held, anchor, 1.0).add_gradient
+        moved = ewc.Penalty(held, anchor, 1.0, "proximal")
+        steps[f"{label}, proximal"] = lambda moved=moved: moved.proximal_step(1e-4)
+    seconds = timed(steps, turns, 5 if name == "MLP" else 1)
+    return [
+        [
+            f"{name}, {label}",
+            *(f"{seconds[f'{label}, {form}'] / seconds['step']:.2f}" for form in ("gradient", "proximal")),
+        ]
+        for label in (*anchors, "diagonal")
+    ]
+
+
+def main() -> None:
+    """Read the options and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=9)
+    options = parser.parse_args()
+    torch.set_num_threads(2)
+    table(consolidation(options.turns))
+    rows = [["penalty alone: time / a training step", "gradient form", "proximal form"]]
+    table([*rows, *penalty("MLP", 5 * options.turns), *penalty("ResNet-18", options.turns)])
+
+
+if __name__ == "__main__":
+    main()
