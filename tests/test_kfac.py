@@ -430,6 +430,38 @@ def test_attached_to_an_optimizer():
             assert torch.equal(p, q)
 
 
+def test_a_pull_that_is_worked_out_every_few_steps():
+    """The gradient form adds it again meanwhile; the proximal form takes one step for all, with their rates' sum."""
+    model, twin = trained(dense(), torch.float32), trained(dense(), torch.float32)
+    anchor = make_anchor(model, 0)
+    rare, always = (Penalty(m, anchor, 5.0, every=k) for m, k in ((model, 3), (twin, 1)))
+    for step in range(7):
+        model.zero_grad()
+        rare.add_gradient(2.0)
+        if step % 3 == 0:
+            twin.zero_grad()
+            twin.load_state_dict(model.state_dict())
+            always.add_gradient(2.0)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(0.01 * p.grad)
+    assert rare.largest_curvature()[1] == pytest.approx(3 * always.largest_curvature()[1])
+    twin.load_state_dict(model.state_dict())
+    before = model[0].weight.clone()
+    rare, always = (Penalty(m, anchor, 5.0, "proximal", every=k) for m, k in ((model, 3), (twin, 1)))
+    for lr in (0.1, 0.2):
+        rare.proximal_step(lr)
+        assert torch.equal(model[0].weight, before)
+    rare.proximal_step(0.3)
+    always.proximal_step(0.6)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    with pytest.raises(UsageError, match="every 0 steps; expected at least 1"):
+        Penalty(model, anchor, 1.0, every=0)
+
+
 @pytest.mark.parametrize("truncate", [None, 0.9])
 def test_saved_and_loaded(tmp_path, truncate):
     model = trained(convolutional(), torch.float32)
