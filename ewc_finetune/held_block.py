@@ -70,9 +70,12 @@ class HeldBlock:
         lr, self._due = self._due, 0.0
         if self._eigen is None:
             self._eigen = replace(self.block, input=self.block.input.eigen(), output=self.block.output.eigen())
-        moved = self._eigen.spectral(self._difference(), lambda value: 1 / (1 + lr * value)) + self._centre
-        for parameter, part in self._parts(moved):
-            self._known(parameter.detach(), parameter).copy_(part)
+
+        def share(value: Tensor) -> Tensor:  # of the way to the centre: 1 - 1 / (1 + x) would lose a small x
+            return lr * value / (1 + lr * value)
+
+        for parameter, part in self._parts(self._eigen.spectral(self._difference(), share)):
+            self._known(parameter.detach(), parameter).sub_(part)
 
     def _parts(self, matrix: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the parameters that are trained, each with its part of a matrix."""

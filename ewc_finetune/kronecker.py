@@ -187,6 +187,11 @@ class Truncated(Factor):
     rest: float
 
     @property
+    def complete(self) -> bool:
+        """Whether no direction is left out."""
+        return len(self.eigenvalues) == self.size
+
+    @property
     def size(self) -> int:
         """See `Factor`."""
         return len(self.vectors)
@@ -298,16 +303,33 @@ class Block:
             difference: D.
             function: Takes products of eigenvalues to what they are to be replaced by.
         """
-        g, a = self.output.eigen(), self.input.eigen()
-        sg, sa = g.eigenvalues[:, None], a.eigenvalues[None]
-        rg, ra = (torch.full((1, 1), factor.rest).to(sg) for factor in (g, a))
-        both, left, right, none = (function(x * y) for x, y in ((sg, sa), (sg, ra), (rg, sa), (rg, ra)))
-        # D = (P_g + Q_g) D (P_a + Q_a), with P on the kept eigenvectors and Q on what they leave.
-        rows, columns = g.vectors.T @ difference, difference @ a.vectors
-        inner = rows @ a.vectors
-        rows = rows.mul_(left - none).addmm_(inner * (both - left - right + none), a.vectors.T)
-        columns.mul_(right - none)
-        return (difference * none).addmm_(g.vectors, rows).addmm_(columns, a.vectors.T)
+        return _spectral(self.output.eigen(), self.input.eigen(), difference, function)
+
+
+def _spectral(g: Truncated, a: Truncated, matrix: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """See `Block.spectral`."""
+    if a.complete:
+        return _along(g, matrix @ a.vectors, lambda values: function(values[:, None] * a.eigenvalues)) @ a.vectors.T
+    if g.complete:
+        return _spectral(a, g, matrix.T, function).T
+    sg, sa = g.eigenvalues[:, None], a.eigenvalues[None]
+    rg, ra = (torch.full((1, 1), factor.rest).to(sg) for factor in (g, a))
+    both, left, right, none = (function(x * y) for x, y in ((sg, sa), (sg, ra), (rg, sa), (rg, ra)))
+    # D = (P_g + Q_g) D (P_a + Q_a), with P on the kept eigenvectors and Q on what they leave.
+    rows, columns = g.vectors.T @ matrix, matrix @ a.vectors
+    inner = rows @ a.vectors
+    rows = rows.mul_(left - none).addmm_(inner * (both - left - right + none), a.vectors.T)
+    columns.mul_(right - none)
+    return (matrix * none).addmm_(g.vectors, rows).addmm_(columns, a.vectors.T)
+
+
+def _along(g: Truncated, matrix: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Multiply what of each column lies along an eigenvector by what the function has for its eigenvalue, a row."""
+    rows = g.vectors.T @ matrix
+    if g.complete:
+        return g.vectors @ rows.mul_(function(g.eigenvalues))
+    rest = function(g.eigenvalues.new_tensor([g.rest]))
+    return (matrix * rest).addmm_(g.vectors, rows.mul_(function(g.eigenvalues) - rest))
 
 
 def check_rank(rank: Rank) -> None:
