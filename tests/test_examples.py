@@ -63,7 +63,24 @@ def test_permuted_mnist(tmp_path, data_dir):
     proximal = {f"{name}, proximal" for name in ("L2", "EWC offline", "EWC online")}
     assert {row["method"] for row in rows} == {"plain"} | proximal
     assert all(len(row["means after each task"].split()) == 10 for row in rows)
+    rows = list(csv.DictReader((tmp_path / "fifty.csv").read_text().splitlines()))
+    assert "K-FAC online, factors, proximal" in {row["method"] for row in rows}
     assert (tmp_path / "three.png").is_file()
+
+
+@pytest.mark.slow
+def test_kfac(tmp_path, data_dir):
+    table = run("kfac.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
+    assert "| 784-256-128-10, Adam 1e-4, 4 epochs | a diagonal, for comparison | 943,656 | | |" in table
+    rows = list(csv.DictReader((tmp_path / "transformer.csv").read_text().splitlines()))
+    assert {row["penalty"] for row in rows} == {"none", "diagonal", "K-FAC, expand", "K-FAC, reduce"}
+    assert (tmp_path / "frontiers.png").is_file()
+
+
+@pytest.mark.slow
+def test_ekfac(tmp_path, data_dir):
+    table = run("ekfac.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
+    assert "| Adam 3e-4, 8 epochs | 3 | 0." in table
 
 
 @pytest.mark.slow
