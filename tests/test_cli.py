@@ -543,6 +543,36 @@ def test_inspect_an_anchor_without_importance_in_it(ewc_ft, start):
     assert "body.linear1" in result.stderr
 
 
+def test_kfac_anchors_through_every_command(ewc_ft, start):
+    kfac = ("--curvature", "kfac", "--kfac-rank", "0.9")
+    ewc_ft("consolidate", "model.pt", "--data", DATA, *kfac, "-o", "a.safetensors")
+    options = ("--data", NEW, "--epochs", 1, "--penalty-every", 2)
+    result = ewc_ft("finetune", "--anchors", "a.safetensors", *options, "-o", "new.pt")
+    assert "exact K-FAC blocks of 300 samples, lambda 10" in result.stderr
+    assert json.loads((start / "new.run" / "run.json").read_text())["options"]["penalty_every"] == 2
+    ewc_ft("consolidate", "new.pt", "--data", NEW, *kfac, "--kfac-dtype", "float32", "-o", "b.safetensors")
+    both = ("a.safetensors", "b.safetensors")
+    merge = ("merge", *both, "--lineage", "latest", "--kfac-sum", "factors", "--kfac-rank", "full")
+    ewc_ft(*merge, "-o", "m.safetensors", "--checkpoint", "m.pt")
+    facts = ewc_ft("inspect", "m.safetensors").stderr
+    assert "K-FAC blocks and diagonal, merged offline, lineage latest, factors for sums of blocks, from 2" in facts
+    assert re.search(r"in blocks +2 layers, [\d,]+ bytes, \d\.\d\d of their diagonal's; \d\.\d million products", facts)
+    assert re.search(r"body.linear1 +input 65 rows, 8,580 bytes, output 16 rows, 544 bytes", facts)
+    assert "eigenvectors with 9" in ewc_ft("inspect", "a.safetensors").stderr
+    # Alone, and in one stack with the diagonal of the same model.
+    more = ("--data", "digits?limit=300&rotate=180", "--epochs", 1)
+    ewc_ft("finetune", "--anchors", "m.safetensors", *more, "--penalty-form", "proximal", "-o", "third.pt")
+    result = ewc_ft(
+        "finetune", "--anchors", "model.anchor.safetensors", "--anchors", "b.safetensors", *more, "-o", "4.pt"
+    )
+    assert "the anchors differ in curvature" in result.stderr
+    refused = ewc_ft("merge", "model.anchor.safetensors", "b.safetensors", "-o", "no.safetensors", expect=1)
+    assert "is held by a K-FAC block in one anchor and by a diagonal in another" in refused.stderr
+    assert not (start / "no.safetensors").exists()
+    refused = ewc_ft("merge", *both, "-o", "no.safetensors", "--kfac-rank", "half", expect=2)
+    assert "'half' is neither auto, full, a share nor a whole number" in refused.stderr
+
+
 def test_identity_curvature(ewc_ft, start):
     result = ewc_ft("consolidate", "model.pt", "--data", DATA, "--curvature", "identity", "--output", "l2.safetensors")
     assert "curvature: the identity" in result.stderr

@@ -177,7 +177,9 @@ def _curvature(origin: Provenance) -> str:
         form = origin.merged.get("form")
         how = "gamma" if form == "online" else "lineage"
         faded = f", {how} {origin.merged.get(how)}"
-        kind = "identity, " if origin.curvature == "identity" else ""
+        kind = {"identity": "identity, ", "kfac": "K-FAC blocks and diagonal, "}.get(origin.curvature, "")
+        stands = origin.merged.get("kfac_sum")
+        faded += f", {stands} for sums of blocks" if stands else ""
         constant = sum(origin.constant.values())
         return f"{kind}merged {form}{faded}, from {len(origin.merged['parents'])} anchors; constant {constant:.4g}"
     if origin.curvature == "identity":

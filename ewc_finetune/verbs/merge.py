@@ -145,7 +145,7 @@ def merge(
         fisher=quadratic.curvature,
         buffers=_of_one_width(parents[-1].buffers, quadratic),
         provenance=_provenance(
-            parents, strengths, quadratic, name, online, gamma, lineage, _alike(parents, weights).provenance
+            parents, strengths, quadratic, name, online, gamma, lineage, kfac_sum, _alike(parents, weights).provenance
         ),
         blocks={block.layer: block for block, _ in quadratic.blocks},
     )
@@ -288,6 +288,7 @@ def _provenance(
     online: bool,
     gamma: float,
     lineage: Lineage,
+    kfac_sum: KfacSum,
     newest: Provenance,
 ) -> Provenance:
     origins = [anchor.provenance for anchor in anchors]
@@ -309,6 +310,7 @@ def _provenance(
         "form": "online" if online else "offline",
         "gamma": gamma if online else None,
         "lineage": None if online else lineage,
+        "kfac_sum": kfac_sum if quadratic.blocks else None,
         "parents": parents,
         "through": [digest for digest in through if digest is not None],
     }
