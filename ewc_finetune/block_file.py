@@ -20,8 +20,10 @@ from ewc_finetune.kronecker import Block, Factor, Full, Truncated
 from ewc_finetune.tensor_file import TensorFile
 
 SIDES = ("input", "output")
-# How far below zero rounding may bring an eigenvalue, and vectors be from orthonormal, by the largest.
+# How far below zero rounding may bring an eigenvalue, by the largest, and products of eigenvectors from those of
+# orthonormal ones, in half precision.
 _ROUNDING = 1e-3
+_OFF = 1e-2
 
 
 class BlockFile(Mapping[str, Block]):
@@ -35,23 +37,24 @@ class BlockFile(Mapping[str, Block]):
     Attributes:
         records: As given.
         tensors: As given.
+        where: As given.
     """
 
     def __init__(self, tensors: TensorFile, records: Mapping[str, dict[str, Any]], where: str) -> None:
         self.records = dict(records)
         self.tensors = tensors
-        self._where = where
+        self.where = where
 
     def without(self, layers: Collection[str]) -> BlockFile:
         """Return the same but for some layers."""
         kept = {layer: record for layer, record in self.records.items() if layer not in layers}
-        return BlockFile(self.tensors, kept, self._where)
+        return BlockFile(self.tensors, kept, self.where)
 
     def __getitem__(self, layer: str) -> Block:
         record = self.records[layer]
-        factors = [_read(self.tensors, f"{layer}.{side}", self._where) for side in SIDES]
+        factors = [_read(self.tensors, f"{layer}.{side}", self.where) for side in SIDES]
         block = Block(record["weight"], record["bias"], record["transposed"], *factors)
-        check_block(block, self._where)
+        check_block(block, self.where)
         return block
 
     def __iter__(self) -> Iterator[str]:
@@ -84,18 +87,15 @@ class StoredFactor:
         rows: How many it has.
         kept: How many of its eigenvectors; all of one that is stored whole.
         share: Of the trace, what these hold; 1 of one that is stored whole.
+        whole: Whether it is.
         bytes: What it takes in the file.
     """
 
     rows: int
     kept: int
     share: float
+    whole: bool
     bytes: int
-
-    @property
-    def whole(self) -> bool:
-        """Whether it is stored as it is."""
-        return self.kept == self.rows
 
     @property
     def whole_bytes(self) -> int:
@@ -109,20 +109,26 @@ class StoredFactor:
 
 
 def stored_factors(blocks: BlockFile, layer: str) -> dict[str, StoredFactor]:
-    """Return what is kept of each factor of a layer; nothing but eigenvalues is read."""
-    return {side: _stored(blocks.tensors, f"{layer}.{side}") for side in SIDES}
+    """Return what is kept of each factor of a layer; nothing but eigenvalues is read.
+
+    Raises:
+        AnchorError: if these cannot be.
+    """
+    return {side: _stored(blocks.tensors, f"{layer}.{side}", blocks.where) for side in SIDES}
 
 
-def _stored(tensors: TensorFile, key: str) -> StoredFactor:
+def _stored(tensors: TensorFile, key: str, where: str) -> StoredFactor:
     rows = _size(tensors.shapes, key) or 0
     if key in tensors:
-        return StoredFactor(rows, rows, 1.0, tensors.bytes_of(key))
+        return StoredFactor(rows, rows, 1.0, True, tensors.bytes_of(key))
     values = tensors[f"{key}.values"].double()
+    if not (values.isfinite() & (values >= 0)).all():
+        raise AnchorError(f"{where}: kfac.{key}.values holds what no eigenvalues are. Make the anchor again")
     kept = len(values) - 1
     held = values[:-1].sum().item()
     trace = held + values[-1].item() * (rows - kept)
     taken = sum(tensors.bytes_of(f"{key}.{part}") for part in ("vectors", "values"))
-    return StoredFactor(rows, kept, held / trace if trace > 0 else 1.0, taken)
+    return StoredFactor(rows, kept, held / trace if trace > 0 else 1.0, False, taken)
 
 
 def matrix_of(blocks: Mapping[str, Block], layer: str, shape: torch.Size) -> dict[str, int | None]:
@@ -197,7 +203,7 @@ def _check_eigen(factor: Truncated, name: str) -> None:
         raise AnchorError(f"{name} has negative eigenvalues; it must be a mean of outer products")
     vectors = factor.vectors.double()
     off = (vectors.T @ vectors - torch.eye(vectors.shape[1], dtype=vectors.dtype)).abs().max() if vectors.numel() else 0
-    if off > 10 * _ROUNDING:
+    if off > _OFF:
         raise AnchorError(f"{name} has eigenvectors that are not orthonormal. Make the anchor again")
 
 
@@ -219,7 +225,7 @@ def _size(shapes: Mapping[str, torch.Size], key: str) -> int | None:
         rows = (math.isqrt(8 * shapes[key].numel() + 1) - 1) // 2
         return rows if rows * (rows + 1) // 2 == shapes[key].numel() else None
     vectors, values = (shapes.get(f"{key}.{part}") for part in ("vectors", "values"))
-    if vectors is None or values is None or len(vectors) != 2 or values != (vectors[1] + 1,):
+    if vectors is None or values is None or len(vectors) != 2 or values != (vectors[1] + 1,) or vectors[1] > vectors[0]:
         return None
     return vectors[0]
 

@@ -39,7 +39,7 @@ CURVATURES: tuple[Curvature, ...] = get_args(Curvature)
 KfacForm = Literal["expand", "reduce"]
 KFAC_FORMS: tuple[KfacForm, ...] = get_args(KfacForm)
 
-KfacSum = Literal["nearest", "factors"]
+KfacSum = Literal["factors", "nearest"]
 KFAC_SUMS: tuple[KfacSum, ...] = get_args(KfacSum)
 
 KfacDtype = Literal["float16", "float32"]

@@ -18,22 +18,15 @@ class HeldBlock:
         centre: `theta*`, weight and bias as one matrix (`Block.join`).
         weight: The model's own, which may have more outputs than the block knows: the first ones are held then.
         bias: Likewise, or None.
-        every: See `Penalty`.
     """
 
-    def __init__(
-        self, block: Block, centre: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, every: int = 1
-    ) -> None:
+    def __init__(self, block: Block, centre: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         self.weight = weight
         self._bias = bias
         # float64 for such weights; those of half precision are float32 in the centre.
         self._centre = centre.to(weight.device, torch.promote_types(weight.dtype, centre.dtype))
         self.block = block.to(self._centre)
         self._eigen: Block | None = None
-        self._every = every
-        self._steps = 0
-        self._pull: Tensor | None = None
-        self._due = 0.0  # learning rates of the steps since the last move
 
     def _difference(self) -> Tensor:
         weight = self.weight.detach()
@@ -48,13 +41,10 @@ class HeldBlock:
 
     @torch.no_grad()
     def add(self, scale: float | Tensor = 1.0) -> None:
-        """Add the gradient, `G D A`, times a scale; as it was at the last of every so many steps."""
-        if self._pull is None or self._steps % self._every == 0:
-            self._pull = self.block.times(self._difference())
-        self._steps += 1
-        pull = self._pull * scale if isinstance(scale, Tensor) or scale != 1 else self._pull
-        if self._every == 1:
-            self._pull = None
+        """Add the gradient, `G D A`, times a scale."""
+        pull = self.block.times(self._difference())
+        if isinstance(scale, Tensor) or scale != 1:
+            pull *= scale
         for parameter, part in self._parts(pull):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -62,17 +52,13 @@ class HeldBlock:
 
     @torch.no_grad()
     def move(self, lr: float) -> None:
-        """Take the implicit step, `D <- (1 + lr A ⊗ G)^-1 D`, in the eigenbasis; at the last of every so many."""
-        self._steps += 1
-        self._due += lr
-        if self._steps % self._every:
-            return
-        lr, self._due = self._due, 0.0
+        """Take the implicit step, `D <- (1 + lr A ⊗ G)^-1 D`, in the eigenbasis."""
         if self._eigen is None:
             self._eigen = replace(self.block, input=self.block.input.eigen(), output=self.block.output.eigen())
 
-        def share(value: Tensor) -> Tensor:  # of the way to the centre: 1 - 1 / (1 + x) would lose a small x
-            return lr * value / (1 + lr * value)
+        def share(value: Tensor) -> Tensor:
+            # Of the way to the centre, x / (1 + x): so that neither a small x is lost nor a huge one overflows.
+            return 1 / (1 + 1 / (lr * value))
 
         for parameter, part in self._parts(self._eigen.spectral(self._difference(), share)):
             self._known(parameter.detach(), parameter).sub_(part)

@@ -17,7 +17,8 @@ from torch import Tensor
 from ewc_finetune.choices import KfacDtype
 from ewc_finetune.errors import UsageError
 
-_SMALL = 1024
+# Up to so many rows eigenvectors are worked out in float64, all of them.
+EXACT_EIGEN = 1024
 # Of larger ones: eigenvectors that are looked for at first, such as are looked for beside them, and how often.
 _FIRST, _SPARE, _ITERATIONS = 64, 16, 2
 # The share of a factor's trace that its kept eigenvectors hold, unless it is said.
@@ -74,7 +75,7 @@ class Factor(ABC):
         if rank < 1 and 2 * kept >= self.size:
             return self
         if kept >= len(values):
-            return whole
+            return self
         rest = (self.trace - values[:kept].sum().item()) / (self.size - kept)
         return Truncated(whole.vectors[:, :kept].contiguous(), whole.eigenvalues[:kept], max(0.0, rest))
 
@@ -133,7 +134,7 @@ class Full(Factor):
 
     def truncated(self, rank: float | int) -> Factor:
         """See `Factor`; of a large one the eigenvectors are those that subspace iteration finds."""
-        if self.size <= _SMALL or rank >= self.size // 4:
+        if self.size <= EXACT_EIGEN or rank >= self.size // 4:
             return super().truncated(rank)
         return self._leading(rank) or self
 
@@ -159,7 +160,7 @@ class Full(Factor):
             if kept <= count:
                 rest = (self.trace - held[kept - 1].item()) / (self.size - kept)
                 return Truncated(vectors[:, :kept].contiguous(), values[:kept], max(0.0, rest))
-            # None of those that are left is larger than the last.
+            # What is left hardly has larger ones than the last of these.
             if held[-1].item() + (most - count) * values[-1].item() < rank * self.trace:
                 return None
             count = min(2 * count, most)
@@ -167,7 +168,7 @@ class Full(Factor):
     def eigen(self) -> Truncated:
         """See `Factor`."""
         # In float64 it takes minutes for thousands of rows, and what it would add is below what the factor knows.
-        exact = self.values.double() if len(self.values) <= _SMALL else self.values
+        exact = self.values.double() if len(self.values) <= EXACT_EIGEN else self.values
         values, vectors = torch.linalg.eigh(exact)
         return Truncated(vectors.flip(1).to(self.values), values.flip(0).clamp(min=0).to(self.values), 0.0)
 
@@ -267,7 +268,7 @@ class Block:
         """Return it on the device and in the dtype of a tensor."""
         return replace(self, input=self.input.to(like), output=self.output.to(like))
 
-    def stored(self, rank: Rank = "auto", dtype: KfacDtype = "float32") -> Block:
+    def stored(self, rank: Rank = "auto", dtype: KfacDtype = "float16") -> Block:
         """Return it as an anchor keeps it: on the CPU, of no higher rank than this.
 
         Args:
@@ -338,7 +339,10 @@ def check_rank(rank: Rank) -> None:
     Raises:
         UsageError: saying what was expected.
     """
-    known = rank in ("auto", "full") if isinstance(rank, str) else 0 < rank < 1 or (rank >= 1 and rank == int(rank))
+    if isinstance(rank, (int, float)):
+        known = 0 < rank < 1 or (rank >= 1 and float(rank).is_integer())
+    else:
+        known = rank in ("auto", "full")
     if not known:
         raise UsageError(
             f"kfac rank is {rank}; expected auto, full, a share between 0 and 1, or a number of eigenvectors"

@@ -55,15 +55,12 @@ class Penalty:
             AdamW decouples weight decay.
         lineage: See `collapse`.
         growing: Parameters that may have more rows than the anchors know, which hold the first ones then.
-        every: Work out the pull of K-FAC blocks at every so many steps only, as their products may take longer than a
-            step of a small model. In the gradient form it is added again unchanged in between, in the proximal form
-            one step is taken for all, with the sum of their learning rates. The diagonal is not concerned.
 
     Attributes:
         free: Trained parameters that no anchor holds.
 
     Raises:
-        UsageError: for lambdas that are negative, not finite, or of the wrong number, or `every` below 1.
+        UsageError: for lambdas that are negative, not finite, or of the wrong number.
         AnchorMismatchError: if an anchor does not fit the model, or another anchor.
     """
 
@@ -76,11 +73,8 @@ class Penalty:
         lineage: Lineage = "all",
         *,
         growing: Collection[str] = (),
-        every: int = 1,
     ) -> None:
         check_choice("penalty form", form, PENALTY_FORMS)
-        if every < 1:
-            raise UsageError(f"the penalty is taken every {every} steps; expected at least 1")
         given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
         stacked = [anchor if isinstance(anchor, Anchor) else Anchor.open(anchor) for anchor in given]
         strengths = spread_lambdas(lambdas, len(stacked))
@@ -89,7 +83,6 @@ class Penalty:
             check_fit(parameters, anchor, growing)
         quadratic = collapse(stacked, strengths, lineage, growing=growing)
         self.form = form
-        self._every = every
         self._handles: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDictionary()
         self._constant = math.fsum(quadratic.constant.values())
         self._held = {
@@ -98,7 +91,7 @@ class Penalty:
             if name in quadratic.curvature
         }
         self._blocks = [
-            HeldBlock(block, centre, parameters[block.weight], parameters[block.bias] if block.bias else None, every)
+            HeldBlock(block, centre, parameters[block.weight], None if block.bias is None else parameters[block.bias])
             for block, centre in quadratic.blocks
         ]
         known = self._held.keys() | {name for held in self._blocks for name in held.block.names}
@@ -193,7 +186,7 @@ class Penalty:
         """Return the largest `lambda F` and the parameter that has it.
 
         Gradient descent on the penalty alone overshoots further with every step once its learning rate times this
-        passes 2 (with momentum m, 2 (1 + m)). Blocks of which the pull is worked out every k steps count k times.
+        passes 2 (with momentum m, 2 (1 + m)).
         """
         peaks = {
             name: held.curvature.max().item()
@@ -203,7 +196,7 @@ class Penalty:
         for held in self._blocks:
             if held.weight.requires_grad:
                 # Of several anchors the sum is at least as large as the largest of all together.
-                own = self._every * held.block.input.largest() * held.block.output.largest()
+                own = held.block.input.largest() * held.block.output.largest()
                 peaks[held.block.weight] = peaks.get(held.block.weight, 0.0) + own
         name = max(peaks, key=peaks.__getitem__, default="")
         return name, peaks.get(name, 0.0)
@@ -268,8 +261,8 @@ class _Held:
 
 
 @torch.no_grad()
-def _add(every: Sequence[_Held], blocks: Sequence[HeldBlock], scale: float | Tensor) -> None:
-    trained = (held for held in every if held.parameter.requires_grad)
+def _add(singly: Sequence[_Held], blocks: Sequence[HeldBlock], scale: float | Tensor) -> None:
+    trained = (held for held in singly if held.parameter.requires_grad)
     pieces = ((*piece, g) for held in trained for piece, g in zip(held.pieces(), held.gradients(), strict=True))
     for thetas, curvatures, centres, gradients in _together(pieces):
         pull = torch._foreach_sub(_as(thetas, centres), centres)

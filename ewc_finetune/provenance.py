@@ -36,9 +36,9 @@ class Provenance:
         kfac: Of each block its `layer`, `weight`, `bias` or None, and whether it is `transposed`, `(inputs, outputs)`.
         constant: What the quadratic is at its centre, by parameter; empty unless it was merged.
         merged: Of a merged anchor: `form` (`offline` or `online`), `gamma`, `lineage` (which weights it pulls to),
-            `kfac_sum` (what stands for sums of blocks, if there are any), `parents`, each with `sha256`, `lambda` and
-            its own `provenance`, and `through`, the digests of merged anchors whose parents are among these. None
-            otherwise.
+            `kfac_sum` (what stands for sums of blocks, if there are any) and `kfac_distance` (how far it is off, by
+            layer), `parents`, each with `sha256`, `lambda` and its own `provenance`, and `through`, the digests of
+            merged anchors whose parents are among these. None otherwise.
         head: Of a model that was given a new last layer: its `parameters`, and an `id` that is this layer's alone. None
             for the layer that the model was first trained with.
         importance: Of each `layer`: `parameters`, `share` of the trace, `mean` and `max` of the diagonal.

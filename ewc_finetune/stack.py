@@ -156,7 +156,7 @@ def scaled(block: Block, lam: float) -> Block:
         NonFiniteError: if that is beyond the numbers.
     """
     found = replace(block, output=block.output.scaled(lam))
-    if not math.isfinite(found.trace):
+    if not found.trace <= torch.finfo(torch.float32).max:  # of NaN neither
         raise NonFiniteError(f"lambda times the block of {block.layer} is too large for its numbers")
     return found
 

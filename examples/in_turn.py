@@ -45,7 +45,7 @@ class Method(NamedTuple):
     form: str = "gradient"
     online: bool = False
     gamma: float = 1.0
-    kfac_sum: str = "nearest"
+    kfac_sum: str = "factors"
 
     @classmethod
     def named(cls, name: str, strength: float) -> Method:
@@ -57,7 +57,7 @@ class Method(NamedTuple):
             curvature={"L2": "identity", "K-FAC": "kfac"}.get(kind, "diagonal"),
             form="proximal" if "proximal" in words else "gradient",
             online="online" in words,
-            kfac_sum="factors" if "factors" in words else "nearest",
+            kfac_sum="nearest" if "nearest" in words else "factors",
         )
 
 
@@ -135,7 +135,8 @@ def learn_in_turn(
             fisher = {} if method.curvature == "identity" else {"samples": samples, "estimator": "exact"}
             anchor = ewc.consolidate(model, train, curvature=method.curvature, **fisher)
             if method.online and anchors:
-                anchors = [ewc.merge([*anchors, anchor], online=True, gamma=method.gamma, kfac_sum=method.kfac_sum)]
+                how = {"kfac_sum": method.kfac_sum} if method.curvature == "kfac" else {}
+                anchors = [ewc.merge([*anchors, anchor], online=True, gamma=method.gamma, **how)]
             else:
                 anchors.append(anchor)
         row = []

@@ -163,7 +163,9 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="which of them (all)")
+    parser.add_argument(
+        "--settings", nargs="*", choices=SETTINGS, default=list(SETTINGS), help="which of them (all); none draws again"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a network each (0 1 2)")
     parser.add_argument("--data-dir", type=Path, help="where MNIST and FashionMNIST lie (default: $EWC_FT_DATA)")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(""), help="folder")

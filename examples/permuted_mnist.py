@@ -137,7 +137,7 @@ SETTINGS = {
             "EWC online": (100.0, 1000.0),
             "K-FAC offline": (10.0,),
             "K-FAC online": (10.0,),
-            "K-FAC online, factors": (10.0,),
+            "K-FAC online, nearest": (10.0,),
         },
     ),
     "fifty": (
@@ -148,7 +148,7 @@ SETTINGS = {
             "plain": (0.0,),
             "EWC online, proximal": (100.0,),
             "K-FAC online, proximal": (100.0,),
-            "K-FAC online, factors, proximal": (100.0,),
+            "K-FAC online, nearest, proximal": (100.0,),
         },
     ),
 }

@@ -41,14 +41,16 @@ def distance(block, blocks):
 def test_sums_of_factors_are_the_partial_traces_of_the_sum(blocks):
     n, m = blocks[0].output.size, blocks[0].input.size
     total = sum(whole(b) for b in blocks).view(n, m, n, m)
-    found = sum_of(blocks, "factors")
+    found, off = sum_of(blocks, "factors")
     over_outputs, over_inputs = total.diagonal(dim1=0, dim2=2).sum(-1), total.diagonal(dim1=1, dim2=3).sum(-1)
     assert found.trace == pytest.approx(sum(b.trace for b in blocks))
     torch.testing.assert_close(found.input.matrix() * found.output.trace, over_outputs)
     torch.testing.assert_close(found.output.matrix() * found.input.trace, over_inputs)
+    norm = torch.linalg.matrix_norm(sum(whole(b) for b in blocks)).item()
+    assert off == pytest.approx(distance(found, blocks) / norm, abs=1e-6)
     # In any grouping it is the same.
     if len(blocks) > 2:
-        again = sum_of([sum_of(blocks[:2], "factors"), *blocks[2:]], "factors")
+        again, _ = sum_of([sum_of(blocks[:2], "factors")[0], *blocks[2:]], "factors")
         torch.testing.assert_close(whole(again), whole(found))
 
 
@@ -57,11 +59,12 @@ def test_sums_of_factors_are_the_partial_traces_of_the_sum(blocks):
 def test_none_is_nearer_than_the_nearest(blocks):
     """By the singular values of the rearranged sum (Van Loan and Pitsianis)."""
     n, m = blocks[0].output.size, blocks[0].input.size
-    found = sum_of(blocks, "nearest")
+    found, off = sum_of(blocks, "nearest")
     rearranged = sum(whole(b) for b in blocks).view(n, m, n, m).permute(0, 2, 1, 3).reshape(n * n, m * m)
     least = torch.linalg.svdvals(rearranged)[1:].square().sum().sqrt().item()
     assert distance(found, blocks) == pytest.approx(least, rel=1e-3, abs=1e-6 * found.trace)
-    assert distance(found, blocks) <= distance(sum_of(blocks, "factors"), blocks) * (1 + 1e-9) + 1e-12
+    assert off == pytest.approx(least / torch.linalg.matrix_norm(rearranged).item(), rel=1e-3, abs=1e-6)
+    assert distance(found, blocks) <= distance(sum_of(blocks, "factors")[0], blocks) * (1 + 1e-9) + 1e-12
     for factor in (found.input, found.output):
         assert torch.linalg.eigvalsh(factor.matrix()).min() >= -1e-9 * factor.trace
 
@@ -70,10 +73,10 @@ def test_none_is_nearer_than_the_nearest(blocks):
 def test_blocks_of_one_factor_have_an_exact_sum(how):
     one = Block("w", None, False, psd(4, 0), psd(3, 1))
     blocks = [one, replace(one, output=psd(3, 2)), replace(one, output=psd(3, 3).scaled(5.0))]
-    torch.testing.assert_close(whole(sum_of(blocks, how)), sum(whole(b) for b in blocks))
+    torch.testing.assert_close(whole(sum_of(blocks, how)[0]), sum(whole(b) for b in blocks))
     nothing = replace(one, output=Full(torch.zeros(3, 3, dtype=torch.float64)))
-    torch.testing.assert_close(whole(sum_of([one, nothing], how)), whole(one))
-    assert sum_of([nothing, nothing], how).trace == 0
+    torch.testing.assert_close(whole(sum_of([one, nothing], how)[0]), whole(one))
+    assert sum_of([nothing, nothing], how)[0].trace == 0
 
 
 @settings(max_examples=40, deadline=None)
@@ -96,7 +99,37 @@ def test_the_centre_is_the_least_squares_solution_nearest_to_the_newest(blocks, 
     exact = centres[-1] + (torch.linalg.pinv(total, hermitian=True) @ right).view(shape)
     assert height(found).item() == pytest.approx(height(exact).item(), rel=1e-4, abs=1e-9)
     assert constant == pytest.approx(height(found).item(), rel=1e-9, abs=1e-12)
-    assert torch.equal(found[:, 0], centres[-1][:, 0])
+    torch.testing.assert_close(found[:, 0], centres[-1][:, 0])
+
+
+@pytest.mark.parametrize("condition", [1e2, 1e4, 1e6])
+def test_the_centre_of_blocks_that_are_badly_conditioned(condition):
+    """Factors with spectra over many orders of magnitude, each with eigenvectors of its own."""
+    generator = torch.Generator().manual_seed(0)
+
+    def factor(size):
+        vectors = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=generator)).Q
+        return Full((vectors * torch.logspace(0, -torch.log10(torch.tensor(condition)), size).double()) @ vectors.T)
+
+    blocks = [Block("w", None, False, factor(12), factor(8)) for _ in range(3)]
+    centres = [torch.randn(8, 12, dtype=torch.float64, generator=generator) for _ in blocks]
+    _, constant = centre_of(list(zip(blocks, centres, strict=True)))
+    total = sum(whole(b) for b in blocks)
+    right = sum(whole(b) @ c.flatten() for b, c in zip(blocks, centres, strict=True))
+    exact = torch.linalg.solve(total, right).view(8, 12)
+    away = [(b, (exact - c).flatten()) for b, c in zip(blocks, centres, strict=True)]
+    assert constant == pytest.approx(sum(0.5 * d @ whole(b) @ d for b, d in away).item(), rel=1e-3)
+
+
+def test_a_domain_is_not_let_go_by_default():
+    """Blocks that have nothing in common: the nearest product is the larger of them alone."""
+    one, other = torch.diag(torch.tensor([1.0, 1.0, 0.0, 0.0])), torch.diag(torch.tensor([0.0, 0.0, 0.9, 0.9]))
+    blocks = [Block("w", None, False, Full(m), Full(m)) for m in (one, other)]
+    nearest, far = sum_of(blocks, "nearest")
+    factors, off = sum_of(blocks, "factors")
+    assert nearest.diagonal()[2:, 2:].max() < 1e-6
+    assert factors.diagonal()[2:, 2:].min() > 0.3
+    assert 0.6 < far < off < 1
 
 
 @pytest.mark.parametrize("how", ["nearest", "factors"])
@@ -173,6 +206,52 @@ def test_heads_that_were_expanded():
             assert together.value() == pytest.approx(sum(merged.provenance.constant.values()), rel=1e-4)
 
 
+def test_a_head_that_was_replaced_by_a_smaller_one():
+    """The older anchor's last layer is left out, and the newest one's is what is merged."""
+    older, newer = (
+        make_anchor(trained(nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, n)), torch.float32), n)
+        for n in (4, 3)
+    )
+    head = {"id": "new", "parameters": ["2.weight", "2.bias"]}
+    newer = replace(newer, provenance=replace(newer.provenance, head=head))
+    for online in (False, True):
+        merged = ewc.merge([older, newer], online=online)
+        assert merged.weights["2.weight"].shape == (3, 5)
+        assert merged.blocks["2"].trace == pytest.approx(newer.blocks["2"].trace)
+
+
+def transposed(seed):
+    """An anchor of a weight of shape (inputs, outputs), in half precision, with a bias."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {"w": torch.randn(4, 3, generator=generator).half(), "b": torch.randn(3, generator=generator).half()}
+    block = Block("w", "b", True, psd(5, seed), psd(3, seed + 1)).stored("full")
+    return Anchor(weights, {}, {}, ewc.Provenance(f"t{seed}", curvature="kfac"), blocks={"w": block})
+
+
+class Turned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(3))
+
+
+def test_transposed_weights_in_half_precision():
+    anchors = [transposed(0), transposed(10)]
+    model = Turned()
+    for merged, expected in (
+        (ewc.merge(anchors, kfac_rank="full"), anchors),
+        (ewc.merge(anchors, online=True, kfac_rank="full"), [replace(a, weights=anchors[1].weights) for a in anchors]),
+    ):
+        model.load_state_dict({name: weight.float() for name, weight in merged.weights.items()})
+        here = Penalty(model, expected, 1.0).value()
+        assert here == pytest.approx(sum(merged.provenance.constant.values()), rel=1e-3, abs=1e-6)
+        assert merged.blocks["w"].trace == pytest.approx(sum(a.blocks["w"].trace for a in anchors), rel=1e-5)
+    assert ewc.merge(anchors, online=True).weights["w"].dtype == torch.float16
+    grown = replace(anchors[1], weights={"w": torch.zeros(5, 3), "b": torch.zeros(3)})
+    grown = replace(grown, blocks={"w": Block("w", "b", True, psd(6, 0), psd(3, 1))})
+    with pytest.raises(AnchorMismatchError, match="have no sum"):
+        ewc.merge([anchors[0], grown], head="expand")
+
+
 def test_what_cannot_be_merged():
     model = trained(dense(), torch.float32)
     blocks = make_anchor(model, 0)
@@ -180,11 +259,14 @@ def test_what_cannot_be_merged():
     with pytest.raises(AnchorMismatchError, match="0.weight, 0.bias is held by a K-FAC block in one anchor and by a d"):
         ewc.merge([blocks, diagonal])
     alone = {n: replace(b, bias=None, input=Full(b.input.matrix()[:-1, :-1])) for n, b in blocks.blocks.items()}
-    with pytest.raises(AnchorMismatchError, match=r"the blocks of 2 are of|the blocks of 0 are of 0.weight, 0.bias in"):
+    with pytest.raises(AnchorMismatchError, match="the blocks of 0 are of 0.weight, 0.bias with 7 inputs in one"):
         ewc.merge([blocks, replace(blocks, blocks={**alone, "2": blocks.blocks["2"]})])
     with pytest.raises(NonFiniteError, match="times the block of"):
         ewc.merge([blocks, blocks], lambdas=[1e308, 1e308])
     with pytest.raises(UsageError, match="kfac sum is 'best'"):
         ewc.merge([blocks], kfac_sum="best")
-    with pytest.raises(UsageError, match="kfac rank is 1.5"):
-        ewc.merge([blocks], kfac_rank=1.5)
+    for rank in (1.5, float("inf"), float("nan"), 0, None, "half"):
+        with pytest.raises(UsageError, match=f"kfac rank is {rank}; expected auto"):
+            ewc.merge([blocks], kfac_rank=rank)
+    with pytest.raises(UsageError, match="no anchor has K-FAC blocks, of which sum, rank and dtype are"):
+        ewc.merge([diagonal], kfac_rank=3)

@@ -43,14 +43,6 @@ from ewc_finetune.cli.command import Command, common_options, only_one
     "which is stable at any lambda.",
 )
 @click.option(
-    "--penalty-every",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Work out the pull of K-FAC blocks at every so many steps, and use it again in between.",
-)
-@click.option(
     "--lineage",
     type=click.Choice(LINEAGES),
     default="all",

@@ -15,7 +15,7 @@ from ewc_finetune.cli.command import Command, printing_options
 @click.option("--overwrite", is_flag=True, help="Replace that file if it exists.")
 @printing_options
 def inspect(file: str, plot: str | None, overwrite: bool, quiet: bool, as_json: bool) -> None:
-    """Say what is in the anchor FILE and where it came from; its header is enough."""
+    """Say what is in the anchor FILE and where it came from; hardly more than its header is read."""
     from ewc_finetune.cli.printer import Printer, importance_table
     from ewc_finetune.verbs.inspect import inspect as run
 

@@ -44,9 +44,9 @@ from ewc_finetune.cli.command import Command, printing_options, storage_options
 @click.option(
     "--kfac-sum",
     type=click.Choice(KFAC_SUMS),
-    default="nearest",
+    default="factors",
     show_default=True,
-    help="What stands for a sum of K-FAC blocks: the nearest block, or the one of the sums of their factors.",
+    help="What stands for a sum of K-FAC blocks: the block of the weighted sums of their factors, or the nearest one.",
 )
 @storage_options
 @click.option("--name", help="What to call the merged anchor.  [default: the names, joined by +]")
@@ -61,8 +61,8 @@ from ewc_finetune.cli.command import Command, printing_options, storage_options
 def merge(anchors: tuple[str, ...], output: str, arch: str | None, quiet: bool, as_json: bool, **options: Any) -> None:
     """Write several anchors, oldest first, as one that pulls as all of them would together.
 
-    Exactly so, unless --online, or for K-FAC blocks, whose sum is no such block: one near it takes its place. A merged
-    anchor costs one anchor's memory and time.
+    Exactly so, unless --online, or for K-FAC blocks, whose sum is no such block: one takes its place, and how far it is
+    off is said. A merged anchor costs one anchor's memory and time.
     """
     from ewc_finetune.cli.printer import Printer, importance_table
     from ewc_finetune.verbs.merge import merge as run

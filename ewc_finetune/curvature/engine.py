@@ -112,7 +112,8 @@ class Engine:
             if wrong:
                 rest |= {name: self.parameters[name] for name in wrong}
                 self._demote(wrong)
-        lost = self.layers.keys() - {block.layer.weight for block in blocks} | self.layers.keys() & rest.keys()
+        lost = self.layers.keys() - {block.layer.weight for block in blocks}
+        lost |= {name for name, layer in self.layers.items() if {name, layer.bias} & rest.keys()}
         if lost:
             raise ArchitectureError(
                 f"{', '.join(sorted(lost)[:3])}: the model does something else with these weights for samples "

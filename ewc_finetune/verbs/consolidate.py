@@ -234,8 +234,8 @@ def default_output(model: str | Path) -> Path:
 
 def _check_kfac(curvature: Curvature, kfac_form: str, kfac_rank: Rank, kfac_dtype: str) -> None:
     check_choice("kfac form", kfac_form, ("auto", *KFAC_FORMS))
-    if curvature != "kfac" and (kfac_form != "auto" or kfac_rank != "auto"):
-        raise UsageError(f"a form and a rank are of K-FAC's factors, and the curvature is {curvature}")
+    if curvature != "kfac" and (kfac_form, kfac_rank, kfac_dtype) != ("auto", "auto", "float16"):
+        raise UsageError(f"form, rank and dtype are of K-FAC's factors, and the curvature is {curvature}")
     check_rank(kfac_rank)
     check_choice("kfac dtype", kfac_dtype, KFAC_DTYPES)
 

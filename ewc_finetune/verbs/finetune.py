@@ -92,7 +92,6 @@ def finetune(
     anchors: Anchor | str | Path | Sequence[Anchor | str | Path] = (),
     lambdas: float | Sequence[float] | None = None,
     penalty_form: PenaltyForm = "gradient",
-    penalty_every: int = 1,
     lineage: Lineage = "all",
     head: Head = "shared",
     architecture: str | None = None,
@@ -125,7 +124,6 @@ def finetune(
             for others.
         penalty_form: `gradient` adds the penalty's gradient to the loss's; `proximal` takes the exact implicit step of
             the penalty after each of the optimizer's, which is stable at any lambda.
-        penalty_every: At how many steps the pull of K-FAC blocks is worked out anew (`Penalty`, `every`).
         lineage: What an anchor pulls to that had a part in a later one: `all` to its own weights, `latest` to the later
             one's, so that it doesn't count twice.
         head: Whose the outputs are: `shared` by all domains; `new` replaces the last layer by a fresh one for the new
@@ -156,7 +154,7 @@ def finetune(
             back to it, and the run folder has it as `last.pt`.
     """
     progress = progress or Silent()
-    _check_numbers(epochs, lr, batch_size, momentum, log_every, penalty_every)
+    _check_numbers(epochs=epochs, lr=lr, batch_size=batch_size, momentum=momentum, log_every=log_every)
     given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
     _check_words(optimizer, penalty_form, lineage, head, norm_stats or "frozen")
     output = None if output is None else Path(output)
@@ -187,11 +185,7 @@ def finetune(
         ]
         held = of_one_head(stacked, known.head)
         growing = head_names(old) if head == "expand" else ()
-        penalty = (
-            Penalty(start.model, held, strengths, penalty_form, lineage, growing=growing, every=penalty_every)
-            if stacked
-            else None
-        )
+        penalty = Penalty(start.model, held, strengths, penalty_form, lineage, growing=growing) if stacked else None
         _say(progress, start, stacked, strengths, penalty, schedule, fresh)
         record = Record(
             architecture=known.architecture,
@@ -206,7 +200,6 @@ def finetune(
             options = _options(start, stacked, strengths, domain, watched, data_dir, layout, rule, schedule)
             options |= {
                 "penalty_form": penalty_form,
-                "penalty_every": penalty_every,
                 "lineage": lineage,
                 "head": head,
                 "seed": seed,
@@ -292,14 +285,11 @@ def _check_words(optimizer: str, penalty_form: str, lineage: str, head: str, nor
         check_choice(option, value, choices)
 
 
-def _check_numbers(
-    epochs: int, lr: float, batch_size: int, momentum: float, log_every: int, penalty_every: int
-) -> None:
+def _check_numbers(epochs: int, lr: float, batch_size: int, momentum: float, log_every: int) -> None:
     for name, value, least in (
         ("epochs", epochs, 0),
         ("batch size", batch_size, 1),
         ("log every", log_every, 1),
-        ("penalty every", penalty_every, 1),
     ):
         if value < least:
             raise UsageError(f"{name} is {value}; expected at least {least}")

@@ -95,7 +95,7 @@ class Inspection:
 
 
 def inspect(file: str | Path, *, plot: str | Path | None = None, overwrite: bool = False) -> Inspection:
-    """Say what is in an anchor file, from its header and eigenvalues; all of it if it has no importance in it.
+    """Say what is in an anchor file: from its header and eigenvalues, and all of it if it has no importance in it.
 
     Args:
         file: The anchor.

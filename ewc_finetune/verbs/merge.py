@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def merge(
     gamma: float = 1.0,
     lineage: Lineage = "all",
     head: MergedHead = "shared",
-    kfac_sum: KfacSum = "nearest",
+    kfac_sum: KfacSum = "factors",
     kfac_rank: Rank = "auto",
     kfac_dtype: KfacDtype = "float16",
     name: str | None = None,
@@ -74,8 +74,9 @@ def merge(
     each weighted by its lambda F (Matena and Raffel 2022, "Merging models with Fisher-weighted averaging"). Where no
     parent has curvature the newest one's weights are kept, and its buffers. Files are read a tensor at a time.
 
-    K-FAC blocks are merged into one for each layer. Their centre is exact likewise; their sum is no such block, so that
-    one near it stands in (`kfac_sum`), and under the penalty the merged anchor pulls only nearly as they would.
+    K-FAC blocks are merged into one for each layer, read all together. Their centre is where all of them together pull
+    least, to a millionth; their sum is no such block, so that another stands in for it (`kfac_sum`), and the merged
+    anchor does not pull quite as they would. How far that block is off is said, and recorded.
 
     Args:
         anchors: Anchors or their files, oldest first; a merged one is an anchor like any other.
@@ -86,8 +87,8 @@ def merge(
         lineage: See `collapse`; offline alone.
         head: `expand` for anchors of which the last layer got more outputs from one to the next: those of fewer
             outputs hold the first ones. What one anchor alone knows of a layer that was replaced is left out anyway.
-        kfac_sum: The block for a sum of blocks: `nearest` by the Frobenius norm, or the one of weighted sums of the
-            `factors` (see `block_sum.sum_of`).
+        kfac_sum: The block for a sum of blocks: that of weighted sums of the `factors`, which keeps the trace, or the
+            `nearest` by the Frobenius norm, which may let a small anchor go (see `block_sum.sum_of`).
         kfac_rank: What is kept of its factors, as in `consolidate`.
         kfac_dtype: Likewise, in which precision.
         name: What to call it; the parents' names joined by `+` unless given.
@@ -112,12 +113,7 @@ def merge(
     given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
     if not given:
         raise UsageError("there is nothing to merge; name one anchor or more")
-    if not 0 <= gamma <= 1:
-        raise UsageError(f"gamma is {gamma}; expected 0 to 1")
-    if gamma != 1 and not online:
-        raise UsageError("gamma belongs to the online form; add --online (online=True)")
-    if online and lineage != "all":
-        raise UsageError("the online form pulls to the newest weights as it is; lineage belongs to the offline one")
+    _check_form(online, gamma, lineage)
     strengths = spread_lambdas(lambdas, len(given))
     if not any(strengths):
         raise UsageError("every lambda is 0, so nothing would be left")
@@ -132,20 +128,41 @@ def merge(
         strengths = [lam * gamma ** (len(parents) - 1 - k) for k, lam in enumerate(strengths)]
     used = [(parent, lam) for parent, lam in zip(parents, strengths, strict=True) if lam > 0]
     parents, strengths = [parent for parent, _ in used], [lam for _, lam in used]
+    if (kfac_sum, kfac_rank, kfac_dtype) != ("factors", "auto", "float16") and not any(p.blocks for p in parents):
+        raise UsageError("no anchor has K-FAC blocks, of which sum, rank and dtype are")
     growing = grown_parameters(parents) if head == "expand" else set()
     if online:
         quadratic = _online(parents, strengths, growing)
     else:
         quadratic = collapse(parents, strengths, lineage, growing=growing)
-    quadratic = _sum_blocks(quadratic, parents, kfac_sum, lambda block: block.stored(kfac_rank, kfac_dtype))
+    quadratic, distances = _sum_blocks(quadratic, of_one_head(parents, parents[-1].provenance.head), kfac_sum)
+    stored = [(block.stored(kfac_rank, kfac_dtype), centre) for block, centre in quadratic.blocks]
+    quadratic = replace(quadratic, blocks=stored)
     _check_sums(quadratic)
+    if any(distances.values()):
+        worst = max(distances, key=distances.__getitem__)
+        progress.note(
+            f"the blocks that stand for sums ({kfac_sum}) are off by up to {distances[worst]:.0%} ({worst}; Frobenius "
+            "norm, relative to the sum's)"
+        )
     weights = _weights(parents, quadratic)
     merged = Anchor(
         weights=weights,
         fisher=quadratic.curvature,
         buffers=_of_one_width(parents[-1].buffers, quadratic),
         provenance=_provenance(
-            parents, strengths, quadratic, name, online, gamma, lineage, kfac_sum, _alike(parents, weights).provenance
+            parents,
+            strengths,
+            quadratic,
+            name,
+            {
+                "form": "online" if online else "offline",
+                "gamma": gamma if online else None,
+                "lineage": None if online else lineage,
+                "kfac_sum": kfac_sum if quadratic.blocks else None,
+                "kfac_distance": distances,
+            },
+            _alike(parents, weights).provenance,
         ),
         blocks={block.layer: block for block, _ in quadratic.blocks},
     )
@@ -164,16 +181,24 @@ def merge(
     return merged
 
 
-def _sum_blocks(
-    quadratic: Quadratic, anchors: Sequence[Anchor], how: KfacSum, stored: Callable[[Block], Block]
-) -> Quadratic:
-    """Bring the blocks of each layer together into one, with the centre of all of them."""
+def _check_form(online: bool, gamma: float, lineage: Lineage) -> None:
+    if not 0 <= gamma <= 1:
+        raise UsageError(f"gamma is {gamma}; expected 0 to 1")
+    if gamma != 1 and not online:
+        raise UsageError("gamma belongs to the online form; add --online (online=True)")
+    if online and lineage != "all":
+        raise UsageError("the online form pulls to the newest weights as it is; lineage belongs to the offline one")
+
+
+def _sum_blocks(quadratic: Quadratic, anchors: Sequence[Anchor], how: KfacSum) -> tuple[Quadratic, dict[str, float]]:
+    """Bring the blocks of each layer together into one, with the centre of all of them; and say how far each is off."""
+    distances = {}
     layers: dict[str, list[tuple[Block, Tensor]]] = {}
     for block, centre in quadratic.blocks:
         layers.setdefault(block.weight, []).append((block, centre))
     found = replace(quadratic, centre=dict(quadratic.centre), constant=dict(quadratic.constant), blocks=[])
     for weight, parts in layers.items():
-        block = sum_of([block for block, _ in parts], how)
+        block, distances[parts[0][0].layer] = sum_of([block for block, _ in parts], how)
         twice = [name for name in block.names if name in quadratic.curvature]
         if twice:
             raise AnchorMismatchError(
@@ -187,8 +212,8 @@ def _sum_blocks(
                 found.centre[name] = part
         if constant:
             found.constant[weight] = found.constant.get(weight, 0.0) + constant
-        found.blocks.append((stored(block), centre))
-    return found
+        found.blocks.append((block, centre))
+    return found, distances
 
 
 def _check_outputs(
@@ -285,10 +310,7 @@ def _provenance(
     lambdas: Sequence[float],
     quadratic: Quadratic,
     name: str | None,
-    online: bool,
-    gamma: float,
-    lineage: Lineage,
-    kfac_sum: KfacSum,
+    how: Mapping[str, Any],
     newest: Provenance,
 ) -> Provenance:
     origins = [anchor.provenance for anchor in anchors]
@@ -307,10 +329,7 @@ def _provenance(
             parents += [{**parent, "lambda": parent["lambda"] * lam} for parent in before["parents"]]
             through += [*before.get("through", ()), anchor.digest]
     merged: dict[str, Any] = {
-        "form": "online" if online else "offline",
-        "gamma": gamma if online else None,
-        "lineage": None if online else lineage,
-        "kfac_sum": kfac_sum if quadratic.blocks else None,
+        **how,
         "parents": parents,
         "through": [digest for digest in through if digest is not None],
     }
