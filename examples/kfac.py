@@ -96,7 +96,7 @@ def notebook(title: str, lr: float, epochs: int, lambdas: dict[str, tuple[float,
         {"epochs": 4, "norm_stats": "update"},
         {"epochs": epochs, "lr": lr},
         lambdas,
-        {KFAC: "auto"},
+        {KFAC: "expand"},
     )
 
 

@@ -49,8 +49,8 @@ def _samples(text: str) -> int | str:
 )
 @click.option(
     "--kfac-form",
-    type=click.Choice(["auto", *KFAC_FORMS]),
-    default="auto",
+    type=click.Choice(KFAC_FORMS),
+    default="expand",
     show_default=True,
     help="What kfac does with several positions of a sample: take each for a sample (expand), or put them together.",
 )

@@ -57,7 +57,7 @@ def consolidate(
     architecture: str | None = None,
     name: str | None = None,
     curvature: Curvature = "diagonal",
-    kfac_form: KfacForm | Literal["auto"] = "auto",
+    kfac_form: KfacForm = "expand",
     kfac_rank: Rank = "auto",
     kfac_dtype: KfacDtype = "float16",
     estimator: Estimator = "auto",
@@ -91,7 +91,7 @@ def consolidate(
             convolutions, and the diagonal for the rest; `identity` counts every parameter alike (plain L2): the data
             then only shows how samples go into the model.
         kfac_form: What `kfac` does with several positions of a sample (tokens, pixels): `expand` takes each for a
-            sample of its own, `reduce` puts them together. `auto` expands where the outputs are a sequence too.
+            sample of its own, `reduce` puts them together first.
         kfac_rank: Keep the leading eigenvectors of each factor that hold this share of its trace (below 1), or so many,
             and the mean for all others. `auto` is 0.99, `full` keeps the factors whole; so does a share that takes half
             of the eigenvectors or more, for which the factor itself is smaller.
@@ -172,7 +172,7 @@ def consolidate(
                     feed(_taken(chosen.batches(batch_size, order), limit, fingerprint), layout, opened.model, where),
                     rule,
                     estimator,
-                    kfac=_form(kfac_form, likelihood) if curvature == "kfac" else None,
+                    kfac=kfac_form if curvature == "kfac" else None,
                     parameters=parameters,
                     draws=draws,
                     rtol=rtol if samples == "auto" else None,
@@ -233,17 +233,11 @@ def default_output(model: str | Path) -> Path:
 
 
 def _check_kfac(curvature: Curvature, kfac_form: str, kfac_rank: Rank, kfac_dtype: str) -> None:
-    check_choice("kfac form", kfac_form, ("auto", *KFAC_FORMS))
-    if curvature != "kfac" and (kfac_form, kfac_rank, kfac_dtype) != ("auto", "auto", "float16"):
+    check_choice("kfac form", kfac_form, KFAC_FORMS)
+    if curvature != "kfac" and (kfac_form, kfac_rank, kfac_dtype) != ("expand", "auto", "float16"):
         raise UsageError(f"form, rank and dtype are of K-FAC's factors, and the curvature is {curvature}")
     check_rank(kfac_rank)
     check_choice("kfac dtype", kfac_dtype, KFAC_DTYPES)
-
-
-def _form(form: KfacForm | Literal["auto"], likelihood: LikelihoodName) -> KfacForm:
-    if form == "auto":
-        return "expand" if likelihood == "per-token" else "reduce"
-    return form
 
 
 def _identity(parameters: Mapping[str, torch.Tensor]) -> Fisher:
