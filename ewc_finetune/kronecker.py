@@ -168,8 +168,8 @@ class Full(Factor):
     def eigen(self) -> Truncated:
         """See `Factor`."""
         # In float64 it takes minutes for thousands of rows, and what it would add is below what the factor knows.
-        exact = self.values.double() if len(self.values) <= EXACT_EIGEN else self.values
-        values, vectors = torch.linalg.eigh(exact)
+        matrix = self.values.cpu() if self.values.device.type == "mps" else self.values  # mps has no float64
+        values, vectors = torch.linalg.eigh(matrix.double() if self.size <= EXACT_EIGEN else matrix)
         return Truncated(vectors.flip(1).to(self.values), values.flip(0).clamp(min=0).to(self.values), 0.0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -112,6 +112,7 @@ def learn_in_turn(
     *,
     samples: int,
     select: Callable[[int], None] = lambda _: None,
+    cooling: Mapping[str, object] | None = None,
     **training: object,
 ) -> list[list[float]]:
     """Learn the tasks one after another and return, after each, the accuracy on all so far.
@@ -122,6 +123,7 @@ def learn_in_turn(
         method: How the earlier ones are kept.
         samples: Of each task's Fisher.
         select: Called with a task's number before the model is used on it.
+        cooling: What is otherwise in a second round of training on each task.
         training: Passed to `ewc_finetune.finetune`.
     """
     anchors: list[ewc.Anchor] = []
@@ -130,7 +132,8 @@ def learn_in_turn(
         select(number)
         held = {"anchors": anchors, "lambdas": method.strength, "penalty_form": method.form}
         train = task.train()
-        ewc.finetune(model, train, eval_on=[], **held, **training)
+        for options in (training,) if cooling is None else (training, {**training, **cooling}):
+            ewc.finetune(model, train, eval_on=[], **held, **options)
         if method.strength and number + 1 < len(tasks):
             fisher = {} if method.curvature == "identity" else {"samples": samples, "estimator": "exact"}
             anchor = ewc.consolidate(model, train, curvature=method.curvature, **fisher)
