@@ -27,6 +27,7 @@ types: $(READY)
 bench: $(VENV)-bench/.ready
 	OMP_WAIT_POLICY=PASSIVE $(VENV)-bench/bin/python tests/benchmarks/run.py
 	OMP_WAIT_POLICY=PASSIVE $(VENV)-bench/bin/python tests/benchmarks/penalty.py
+	OMP_WAIT_POLICY=PASSIVE $(VENV)-bench/bin/python tests/benchmarks/kfac.py
 
 clean:
 	rm -rf $(VENV) $(VENV)-bench demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -273,10 +273,12 @@ def frontiers(points: list[Point]) -> dict[str, dict[float, tuple[float, float]]
 
 def draw(found: dict[str, list[Point]], path: Path) -> None:
     """Draw the frontiers of each setting."""
-    figure = Figure(figsize=(4.2 * len(found), 4), layout="constrained")
+    rows = 1 + (len(found) > 2)
+    columns = -(-len(found) // rows)
+    figure = Figure(figsize=(5 * columns, 4 * rows), layout="constrained")
     figure.suptitle("MNIST, then Fashion-MNIST: what is kept against what is learned (numbers: lambda)")
     styles = {DIAGONAL: ("o-", "C0"), KFAC: ("s-", "C1"), EXPAND: ("s-", "C1"), REDUCE: ("^-", "C2")}
-    for axes, (name, points) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
+    for axes, (name, points) in zip(figure.subplots(rows, columns, squeeze=False).flat, found.items(), strict=False):
         for penalty, frontier in frontiers(points).items():
             if penalty == "none":
                 continue
