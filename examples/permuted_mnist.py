@@ -152,7 +152,7 @@ SETTINGS = {
             "batch_size": 250,
             "cooling": {"epochs": 2, "lr": 0.01},
         },
-        {"plain": (0.0,), "EWC online, proximal": (30.0, 100.0), "K-FAC online, proximal": (30.0, 50.0)},
+        {"plain": (0.0,), "EWC online, proximal": (100.0,), "K-FAC online, proximal": (15.0, 30.0, 50.0)},
     ),
 }
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from models import CASES
@@ -103,8 +104,9 @@ def penalty(name: str, turns: int) -> list[list[str]]:
     """Return the rows of one model in the second table."""
     model, inputs, labels = trained_mlp() if name == "MLP" else resnet()
     data, estimator = ("mnist", "exact") if name == "MLP" else (IMAGES, "sampled")
+    whole = ewc.consolidate(model, data, curvature="kfac", kfac_rank="full", estimator=estimator, samples=200)
     anchors = {
-        label: ewc.consolidate(model, data, curvature="kfac", kfac_rank=rank, estimator=estimator, samples=1000)
+        label: replace(whole, blocks={layer: block.stored(rank) for layer, block in whole.blocks.items()})
         for label, rank in RANKS.items()
     }
     diagonal = ewc.consolidate(model, data, estimator=estimator, samples=100)
