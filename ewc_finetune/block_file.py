@@ -102,33 +102,53 @@ class StoredFactor:
         """What it would take as a triangle in float32."""
         return 2 * self.rows * (self.rows + 1)
 
-    @property
-    def products(self) -> int:
-        """How many multiplications a vector takes that it is applied to."""
-        return self.rows * self.rows if self.whole else 2 * self.rows * self.kept
+
+@dataclass(frozen=True)
+class StoredBlock:
+    """What is kept of a block.
+
+    Attributes:
+        input: Of its input factor.
+        output: Of its output factor.
+        products: How many multiplications it takes to apply it.
+    """
+
+    input: StoredFactor
+    output: StoredFactor
+    products: int
 
 
-def stored_factors(blocks: BlockFile, layer: str) -> dict[str, StoredFactor]:
-    """Return what is kept of each factor of a layer; nothing but eigenvalues is read.
+def stored_block(blocks: BlockFile, layer: str) -> StoredBlock:
+    """Return what is kept of the block of a layer; nothing but eigenvalues is read.
 
     Raises:
         AnchorError: if these cannot be.
     """
-    return {side: _stored(blocks.tensors, f"{layer}.{side}", blocks.where) for side in SIDES}
+    record = blocks.records[layer]
+    factors = [_outline(blocks.tensors, f"{layer}.{side}", blocks.where) for side in SIDES]
+    block = Block(record["weight"], record["bias"], record["transposed"], *factors)
+    a, g = (_stored(blocks.tensors, f"{layer}.{side}", factor) for side, factor in zip(SIDES, factors, strict=True))
+    return StoredBlock(a, g, block.products)
 
 
-def _stored(tensors: TensorFile, key: str, where: str) -> StoredFactor:
+def _outline(tensors: TensorFile, key: str, where: str) -> Factor:
+    """Return a factor of which the matrix has no numbers."""
     rows = _size(tensors.shapes, key) or 0
     if key in tensors:
-        return StoredFactor(rows, rows, 1.0, True, tensors.bytes_of(key))
-    values = tensors[f"{key}.values"].double()
+        return Full(torch.empty(rows, rows, device="meta"))
+    values = tensors[f"{key}.values"].float()
     if not (values.isfinite() & (values >= 0)).all():
         raise AnchorError(f"{where}: kfac.{key}.values holds what no eigenvalues are. Make the anchor again")
-    kept = len(values) - 1
-    held = values[:-1].sum().item()
-    trace = held + values[-1].item() * (rows - kept)
+    return Truncated(torch.empty(rows, len(values) - 1, device="meta"), values[:-1], values[-1].item())
+
+
+def _stored(tensors: TensorFile, key: str, factor: Factor) -> StoredFactor:
+    if not isinstance(factor, Truncated):
+        return StoredFactor(factor.size, factor.size, 1.0, True, tensors.bytes_of(key))
+    held, trace = factor.eigenvalues.double().sum().item(), factor.trace
     taken = sum(tensors.bytes_of(f"{key}.{part}") for part in ("vectors", "values"))
-    return StoredFactor(rows, kept, held / trace if trace > 0 else 1.0, False, taken)
+    share = held / trace if trace > 0 else 1.0
+    return StoredFactor(factor.size, len(factor.eigenvalues), share, False, taken)
 
 
 def matrix_of(blocks: Mapping[str, Block], layer: str, shape: torch.Size) -> dict[str, int | None]:

@@ -50,13 +50,19 @@ def sum_of(blocks: Sequence[Block], how: KfacSum) -> tuple[Block, float]:
                 f"anchor and of {', '.join(block.names)} with {block.input.size} in another, and have no sum. Stack "
                 "the anchors instead"
             )
-    inputs, outputs = [block.input for block in blocks], [block.output for block in blocks]
+    inputs, outputs = _terms(blocks)
     products = _products(inputs), _products(outputs)
     a, g = _partial_traces(inputs, outputs)
     if how == "nearest":
         a, g = _nearest(*products, g)
     found = replace(first, input=_weighted(a, inputs), output=_weighted(g, outputs))
     return found, _distance(*products, a, g)
+
+
+def _terms(blocks: Sequence[Block]) -> tuple[list[Factor], list[Factor]]:
+    """Return the factors, inputs and outputs, of the Kronecker products that the blocks are the sum of."""
+    terms = [term for block in blocks for term in block.terms()]
+    return [a for a, _ in terms], [g for _, g in terms]
 
 
 def _weighted(weights: Tensor, factors: Sequence[Factor]) -> Full:
@@ -176,10 +182,12 @@ def centre_of(parts: Sequence[tuple[Block, Tensor]]) -> tuple[Tensor, float]:
 
 def _preconditioner(blocks: Sequence[Block]) -> Callable[[Tensor], Tensor]:
     """Return what nearly inverts the sum of blocks, and leaves out what it is too small for."""
-    block, _ = sum_of(blocks, "factors")
-    large = max(block.input.size, block.output.size) > EXACT_EIGEN
-    found = block.to(torch.empty(0, dtype=torch.float32 if large else torch.float64))
-    wide = torch.empty(0, dtype=torch.float64)
-    found = replace(found, input=found.input.eigen().to(wide), output=found.output.eigen().to(wide))
-    least = found.input.largest() * found.output.largest() * _LEAST[large]
+    inputs, outputs = _terms(blocks)
+    a, g = _partial_traces(inputs, outputs)
+    large = max(factor.size for factor in (*inputs, *outputs)) > EXACT_EIGEN
+    narrow, wide = (torch.empty(0, dtype=dtype) for dtype in (torch.float32 if large else torch.float64, torch.float64))
+    factors = (_weighted(a, inputs), _weighted(g, outputs))
+    inverted = [factor.to(narrow).eigen().to(wide) for factor in factors]
+    found = replace(blocks[0], input=inverted[0], output=inverted[1])
+    least = found.largest() * _LEAST[large]
     return lambda matrix: found.spectral(matrix, lambda value: torch.where(value > least, 1 / value, 0.0))

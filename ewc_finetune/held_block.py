@@ -58,7 +58,7 @@ class HeldBlock:
 
         def share(value: Tensor) -> Tensor:
             # Of the way to the centre, x / (1 + x): so that neither a small x is lost nor a huge one overflows.
-            return 1 / (1 + 1 / (lr * value))
+            return (lr * value).reciprocal_().add_(1).reciprocal_()
 
         for parameter, part in self._parts(self._eigen.spectral(self._difference(), share)):
             self._known(parameter.detach(), parameter).sub_(part)

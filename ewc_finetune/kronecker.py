@@ -2,6 +2,9 @@
 
 The block of a layer with weights W, shape `(outputs, inputs)`, a bias being one more column, is `A ⊗ G`: it takes a
 difference D of that shape to `G D A`, and its quadratic is `1/2 <D, G D A>` (Martens and Grosse 2015).
+
+Where both factors are cut, the pairs of their directions that neither's eigenvectors decide are told apart less finely
+(`Block.terms`), since these are most of the work and hold next to nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +12,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +43,11 @@ class Factor(ABC):
     def trace(self) -> float:
         """The sum of its eigenvalues."""
 
+    @property
+    @abstractmethod
+    def products(self) -> int:
+        """How many multiplications a vector takes that it is applied to."""
+
     @abstractmethod
     def diagonal(self) -> Tensor:
         """Return its diagonal."""
@@ -46,6 +55,10 @@ class Factor(ABC):
     @abstractmethod
     def after(self, matrix: Tensor) -> Tensor:
         """Return `matrix @ self`."""
+
+    @abstractmethod
+    def before(self, matrix: Tensor) -> Tensor:
+        """Return `self @ matrix`."""
 
     @abstractmethod
     def to(self, like: Tensor) -> Factor:
@@ -76,8 +89,7 @@ class Factor(ABC):
             return self
         if kept >= len(values):
             return self
-        rest = (self.trace - values[:kept].sum().item()) / (self.size - kept)
-        return Truncated(whole.vectors[:, :kept].contiguous(), whole.eigenvalues[:kept], max(0.0, rest))
+        return whole.leading(kept)
 
     def largest(self) -> float:
         """Return its largest eigenvalue, by so many power iterations that it is right to a few percent at worst."""
@@ -112,6 +124,11 @@ class Full(Factor):
         """See `Factor`."""
         return self.values.diagonal().sum(dtype=torch.float64).item()
 
+    @property
+    def products(self) -> int:
+        """See `Factor`."""
+        return self.size * self.size
+
     def diagonal(self) -> Tensor:
         """See `Factor`."""
         return self.values.diagonal()
@@ -123,6 +140,10 @@ class Full(Factor):
     def after(self, matrix: Tensor) -> Tensor:
         """See `Factor`."""
         return matrix @ self.values
+
+    def before(self, matrix: Tensor) -> Tensor:
+        """See `Factor`."""
+        return self.values @ matrix
 
     def to(self, like: Tensor) -> Full:
         """See `Factor`."""
@@ -202,6 +223,11 @@ class Truncated(Factor):
         """See `Factor`."""
         return self.eigenvalues.sum(dtype=torch.float64).item() + self.rest * (self.size - len(self.eigenvalues))
 
+    @property
+    def products(self) -> int:
+        """See `Factor`."""
+        return 2 * self.size * len(self.eigenvalues)
+
     def diagonal(self) -> Tensor:
         """See `Factor`."""
         return self.vectors.to(self.eigenvalues).square() @ (self.eigenvalues - self.rest) + self.rest
@@ -211,6 +237,10 @@ class Truncated(Factor):
         vectors = self.vectors.to(matrix)
         within = matrix @ vectors
         return torch.addmm(matrix, within * (self.eigenvalues - self.rest), vectors.T, beta=self.rest)
+
+    def before(self, matrix: Tensor) -> Tensor:
+        """See `Factor`."""
+        return self.after(matrix.T).T
 
     def to(self, like: Tensor) -> Truncated:
         """See `Factor`."""
@@ -224,6 +254,11 @@ class Truncated(Factor):
     def eigen(self) -> Truncated:
         """See `Factor`."""
         return self
+
+    def leading(self, count: int) -> Truncated:
+        """Return it with so many of its eigenvectors, of less than all, and the mean of what the others hold."""
+        rest = (self.trace - self.eigenvalues[:count].sum(dtype=torch.float64).item()) / (self.size - count)
+        return Truncated(self.vectors[:, :count].contiguous(), self.eigenvalues[:count], max(0.0, rest))
 
 
 @dataclass(frozen=True)
@@ -259,6 +294,47 @@ class Block:
         """The sum of the diagonal of the block."""
         return self.input.trace * self.output.trace
 
+    @property
+    def products(self) -> int:
+        """How many multiplications it takes to apply it."""
+        if self._cut is None:
+            return self.input.products * self.output.size + self.output.products * self.input.size
+        narrow, wide, coarse = self._cut.factors
+        along = narrow.products * wide.size + wide.products * len(narrow.eigenvalues)
+        return along + coarse.products * (narrow.size + len(narrow.eigenvalues))
+
+    @cached_property
+    def _cut(self) -> _Cut | None:
+        """See `terms`; None unless both factors are cut."""
+        a, g = self.input, self.output
+        if not isinstance(a, Truncated) or not isinstance(g, Truncated) or a.complete or g.complete:
+            return None
+        narrow, wide = (a, g) if len(a.eigenvalues) <= len(g.eigenvalues) else (g, a)
+        count = len(wide.eigenvalues)
+        if len(narrow.eigenvalues):
+            smallest = narrow.eigenvalues[-1] * wide.eigenvalues[-1]
+            count = max(1, int((narrow.rest * wide.eigenvalues >= smallest).sum()))
+        return _Cut(narrow, wide, wide.leading(count), narrow is g)
+
+    def terms(self) -> list[tuple[Factor, Factor]]:
+        """Return the factors, input and output, of the Kronecker products that the block is the sum of.
+
+        One, `A ⊗ G`, unless both are cut. Then the one of fewer eigenvectors, say A, is taken apart: what it keeps
+        meets G, and what it leaves, of which every direction counts as the mean, meets a G that is cut further, to the
+        eigenvectors that give a pair as large as the smallest pair of kept ones. The trace stays what it is.
+        """
+        if self._cut is None:
+            return [(self.input, self.output)]
+        narrow, wide, coarse = self._cut.factors
+        kept = replace(narrow, rest=0.0)
+        left = replace(narrow, eigenvalues=torch.zeros_like(narrow.eigenvalues))
+        found: list[tuple[Factor, Factor]] = [(kept, wide), (left, coarse)]
+        return [(a, g) for g, a in found] if self._cut.turned else found
+
+    def largest(self) -> float:
+        """Return its largest eigenvalue, right to a few percent at worst."""
+        return max(a.largest() * g.largest() for a, g in self.terms())
+
     def join(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return weight and bias as the matrix that the factors are of."""
         matrix = weight.T if self.transposed else weight.flatten(1)
@@ -291,11 +367,13 @@ class Block:
 
     def times(self, difference: Tensor) -> Tensor:
         """Return `G D A`."""
-        return self.output.after(self.input.after(difference).T).T
+        if self._cut is not None:
+            return self._cut.times(difference)
+        return self.output.before(self.input.after(difference))
 
     def diagonal(self) -> Tensor:
         """Return the diagonal of the block, in the shape of D."""
-        return torch.outer(self.output.diagonal(), self.input.diagonal())
+        return torch.stack([torch.outer(g.diagonal(), a.diagonal()) for a, g in self.terms()]).sum(dim=0)
 
     def spectral(self, difference: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Apply a function of the block to D: of its eigenvalues, in its eigenbasis.
@@ -304,24 +382,86 @@ class Block:
             difference: D.
             function: Takes products of eigenvalues to what they are to be replaced by.
         """
-        return _spectral(self.output.eigen(), self.input.eigen(), difference, function)
+        if self._cut is not None:
+            return self._cut.spectral(difference, function)
+        a, g = self.input.eigen(), self.output.eigen()
+        return _spectral(g, a, difference, function) if a.complete else _spectral(a, g, difference.T, function).T
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A block of which both factors are cut.
+
+    Attributes:
+        narrow: The factor of fewer eigenvectors.
+        wide: The other one, as it counts along these.
+        coarse: As it counts along what they leave.
+        turned: Whether narrow is the output factor.
+    """
+
+    narrow: Truncated
+    wide: Truncated
+    coarse: Truncated
+    turned: bool
+
+    @property
+    def factors(self) -> tuple[Truncated, Truncated, Truncated]:
+        """All three."""
+        return self.narrow, self.wide, self.coarse
+
+    def times(self, difference: Tensor) -> Tensor:
+        """See `Block.times`."""
+        return self._multiplied(difference, self._own)
+
+    def spectral(self, difference: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """See `Block.spectral`."""
+        return self._multiplied(difference, self._shares(function))
+
+    @cached_property
+    def _own(self) -> _Shares:
+        return self._shares(lambda value: value)
+
+    def _shares(self, function: Callable[[Tensor], Tensor]) -> _Shares:
+        """Return what a function of the block's eigenvalues multiplies by."""
+        narrow, wide, coarse = self.factors
+        rest = function(narrow.eigenvalues.new_tensor([narrow.rest * coarse.rest]))
+        aside = function(narrow.eigenvalues * wide.rest)
+        both = function(torch.outer(wide.eigenvalues, narrow.eigenvalues))
+        left = function(coarse.eigenvalues * narrow.rest)
+        return _Shares(both - aside, aside - rest, (left - rest)[:, None], rest)
+
+    def _multiplied(self, difference: Tensor, shares: _Shares) -> Tensor:
+        """Multiply by these."""
+        matrix = difference.T if self.turned else difference  # a row for each of wide's
+        narrow, wide, coarse = (factor.vectors.to(matrix) for factor in self.factors)
+        # With P on narrow's eigenvectors D = D P + D (1 - P), and of the second most is multiplied by one number.
+        columns = matrix @ narrow
+        rows = (coarse.T @ matrix).mul_(shares.left)
+        within = (wide.T @ columns).mul_(shares.both)
+        along = columns.mul_(shares.aside).addmm_(wide, within).addmm_(coarse, rows @ narrow, alpha=-1)
+        found = (matrix * shares.rest).addmm_(coarse, rows).addmm_(along, narrow.T)
+        return found.T if self.turned else found
+
+
+class _Shares(NamedTuple):
+    """What the directions of a cut block are multiplied by, each above what the coarser ones that hold it are.
+
+    Attributes:
+        both: Pairs of kept eigenvectors, `(wide, narrow)`.
+        aside: Narrow's kept ones with what wide leaves.
+        left: Coarse's, with what narrow leaves, `(coarse, 1)`.
+        rest: All others.
+    """
+
+    both: Tensor
+    aside: Tensor
+    left: Tensor
+    rest: Tensor
 
 
 def _spectral(g: Truncated, a: Truncated, matrix: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """See `Block.spectral`."""
-    if a.complete:
-        return _along(g, matrix @ a.vectors, lambda values: function(values[:, None] * a.eigenvalues)) @ a.vectors.T
-    if g.complete:
-        return _spectral(a, g, matrix.T, function).T
-    sg, sa = g.eigenvalues[:, None], a.eigenvalues[None]
-    rg, ra = (torch.full((1, 1), factor.rest).to(sg) for factor in (g, a))
-    both, left, right, none = (function(x * y) for x, y in ((sg, sa), (sg, ra), (rg, sa), (rg, ra)))
-    # D = (P_g + Q_g) D (P_a + Q_a), with P on the kept eigenvectors and Q on what they leave.
-    rows, columns = g.vectors.T @ matrix, matrix @ a.vectors
-    inner = rows @ a.vectors
-    rows = rows.mul_(left - none).addmm_(inner * (both - left - right + none), a.vectors.T)
-    columns.mul_(right - none)
-    return (matrix * none).addmm_(g.vectors, rows).addmm_(columns, a.vectors.T)
+    """See `Block.spectral`; of a that is complete."""
+    return _along(g, matrix @ a.vectors, lambda values: function(values[:, None] * a.eigenvalues)) @ a.vectors.T
 
 
 def _along(g: Truncated, matrix: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:

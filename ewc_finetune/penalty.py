@@ -196,8 +196,7 @@ class Penalty:
         for held in self._blocks:
             if held.weight.requires_grad:
                 # Of several anchors the sum is at least as large as the largest of all together.
-                own = held.block.input.largest() * held.block.output.largest()
-                peaks[held.block.weight] = peaks.get(held.block.weight, 0.0) + own
+                peaks[held.block.weight] = peaks.get(held.block.weight, 0.0) + held.block.largest()
         name = max(peaks, key=peaks.__getitem__, default="")
         return name, peaks.get(name, 0.0)
 

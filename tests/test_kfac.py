@@ -227,6 +227,32 @@ def test_what_has_no_block_keeps_its_diagonal():
         torch.testing.assert_close(block.input.matrix(), other.input.matrix())
 
 
+def whole(block):
+    """The block as a matrix in float64, pair by pair of the factors' directions."""
+    a, g = block.input, block.output
+    if not (isinstance(a, Truncated) and isinstance(g, Truncated)):
+        return torch.kron(g.matrix().double(), a.matrix().double())
+    (one, e, r), (other, f, s) = (directions(factor) for factor in (a, g))
+    pairs = torch.outer(f, e)
+    narrow_is_input = r <= s
+    table, n, m = (pairs, s, r) if narrow_is_input else (pairs.T, r, s)
+    # What the narrower one leaves: of these columns only rows with large enough pairs count by themselves.
+    own = max(1, int((table[:n, -1] >= table[n - 1, m - 1]).sum()))
+    if own < n:
+        table[own:, m:] = table[own:, m:].mean()
+    basis = torch.kron(other, one)
+    return (basis * pairs.flatten()) @ basis.T
+
+
+def directions(factor):
+    """All eigenvectors of a cut factor, one to a column, their eigenvalues, and how many were kept."""
+    vectors, kept = factor.vectors.double(), len(factor.eigenvalues)
+    rest = torch.linalg.svd(vectors, full_matrices=True).U[:, kept:]
+    values = torch.full((factor.size,), factor.rest, dtype=torch.float64)
+    values[:kept] = factor.eigenvalues.double()
+    return torch.cat([vectors, rest], dim=1), values, kept
+
+
 def psd(n, seed):
     x = torch.randn(n, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return Full(x @ x.T / n)
@@ -244,16 +270,17 @@ def test_a_block_is_the_kronecker_product_of_its_factors(inputs, outputs, ranks,
     a, g = psd(inputs, seed), psd(outputs, seed + 1)
     a, g = (f if not rank else f.truncated(rank) for f, rank in zip((a, g), ranks, strict=True))
     block = Block("w", None, False, a, g)
-    whole = torch.kron(g.matrix(), a.matrix())
+    matrix = whole(block)
+    torch.testing.assert_close(sum(torch.kron(g.matrix(), a.matrix()) for a, g in block.terms()), matrix)
     d = torch.randn(outputs, inputs, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    torch.testing.assert_close(block.times(d).flatten(), whole @ d.flatten())
+    torch.testing.assert_close(block.times(d).flatten(), matrix @ d.flatten())
     torch.testing.assert_close(block.spectral(d, lambda value: value), block.times(d))
-    solved = torch.linalg.solve(torch.eye(len(whole), dtype=torch.float64) + 0.3 * whole, d.flatten())
+    solved = torch.linalg.solve(torch.eye(len(matrix), dtype=torch.float64) + 0.3 * matrix, d.flatten())
     torch.testing.assert_close(block.spectral(d, lambda value: 1 / (1 + 0.3 * value)).flatten(), solved)
-    torch.testing.assert_close(block.diagonal().flatten(), whole.diagonal())
-    assert block.trace == pytest.approx(whole.trace().item())
-    largest = torch.linalg.eigvalsh(whole).max().item()
-    assert block.input.largest() * block.output.largest() == pytest.approx(largest, rel=0.1)
+    torch.testing.assert_close(block.diagonal().flatten(), matrix.diagonal())
+    assert block.trace == pytest.approx(matrix.trace().item())
+    largest = torch.linalg.eigvalsh(matrix).max().item()
+    assert block.largest() == pytest.approx(largest, rel=0.1)
 
 
 def test_truncation_keeps_the_trace():
@@ -315,14 +342,13 @@ def make_anchor(model, seed, form="expand", truncate=None):
 
 
 def quadratic(model, anchors, lambdas):
-    """Sum over anchors and blocks of lambda/2 d^T (G kron A) d, differentiable."""
+    """Sum over anchors and blocks of lambda/2 d^T F d, differentiable."""
     named, total = dict(model.named_parameters()), 0.0
     for anchor, lam in zip(anchors, lambdas, strict=True):
         for block in anchor.blocks.values():
             parts = [named[name] - anchor.weights[name] for name in block.names]
             d = block.join(parts[0], parts[1] if len(parts) > 1 else None).flatten().double()
-            whole = torch.kron(block.output.matrix(), block.input.matrix()).double()
-            total = total + lam / 2 * d @ whole @ d
+            total = total + lam / 2 * d @ whole(block) @ d
     return total
 
 
@@ -495,7 +521,7 @@ def test_eigenvectors_in_half_precision(tmp_path, form):
     assert half.input.vectors.dtype == Anchor.load(anchors["float16"].path).blocks["0"].input.vectors.dtype
     assert half.input.vectors.dtype == torch.float16
     torch.testing.assert_close(half.diagonal(), anchors["float32"].blocks["0"].diagonal(), rtol=2e-3, atol=1e-6)
-    sizes = [ewc.inspect(anchor.path).blocks["0"]["input"].bytes for anchor in anchors.values()]
+    sizes = [ewc.inspect(anchor.path).blocks["0"].input.bytes for anchor in anchors.values()]
     assert sizes == [41 * 10 * 2 + 11 * 4, 41 * 10 * 4 + 11 * 4]
     pulled = []
     for anchor in (*anchors.values(), anchors["float16"].path):
@@ -516,9 +542,12 @@ def test_inspect_says_what_blocks_take_and_save(tmp_path):
     data = torch.utils.data.TensorDataset(torch.randn(50, 20), torch.arange(50) % 3)
     ewc.consolidate(model, data, curvature="kfac", kfac_rank=2, output=tmp_path / "a.safetensors")
     found = ewc.inspect(tmp_path / "a.safetensors")
-    a, g = (found.blocks["0"][side] for side in ("input", "output"))
-    assert (a.rows, a.kept, a.bytes, a.products) == (21, 2, 21 * 2 * 2 + 3 * 4, 2 * 21 * 2)
+    a, g = found.blocks["0"].input, found.blocks["0"].output
+    assert (a.rows, a.kept, a.bytes) == (21, 2, 21 * 2 * 2 + 3 * 4)
     assert 0 < a.share < 1
+    # Along two eigenvectors of the inputs, back, and within two of the outputs; and at least one of these beside them.
+    along = 2 * 2 * 21 * 6 + 2 * 2 * 6 * 2
+    assert found.blocks["0"].products in [along + 2 * 6 * n * (21 + 2) for n in (1, 2)]
     assert (g.rows, g.kept, g.bytes) == (6, 2, 6 * 2 * 2 + 3 * 4)
     assert found.in_blocks == 20 * 6 + 6 + 18
     text = dict(found.facts)

@@ -7,7 +7,7 @@ import torch
 from conftest import trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kfac import dense, make_anchor, psd
+from test_kfac import dense, make_anchor, psd, whole
 from torch import nn
 
 import ewc_finetune as ewc
@@ -23,13 +23,9 @@ several = st.builds(
     ],
     st.integers(1, 5),
     st.integers(1, 5),
-    st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    st.lists(st.integers(0, 40), min_size=2, max_size=4),
     st.integers(0, 2),
 )
-
-
-def whole(block):
-    return torch.kron(block.output.matrix(), block.input.matrix())
 
 
 def distance(block, blocks):
@@ -77,6 +73,7 @@ def test_blocks_of_one_factor_have_an_exact_sum(how):
     nothing = replace(one, output=Full(torch.zeros(3, 3, dtype=torch.float64)))
     torch.testing.assert_close(whole(sum_of([one, nothing], how)[0]), whole(one))
     assert sum_of([nothing, nothing], how)[0].trace == 0
+    assert sum_of([one], how) == (one, 0)
 
 
 @settings(max_examples=40, deadline=None)

@@ -47,8 +47,8 @@ def importance_by_layer(
     """
     layers: dict[str, list[tuple[int, float, float]]] = {}  # of each part its size, sum and largest
     for block in blocks:
-        inputs, outputs = block.input.diagonal(), block.output.diagonal()
-        part = (len(inputs) * len(outputs), block.trace, (inputs.max() * outputs.max()).item())
+        diagonal = block.diagonal()
+        part = (diagonal.numel(), block.trace, diagonal.max().item())
         layers.setdefault(layer_of(block.weight), []).append(part)
     for name, values in fisher.items():
         part = (values.numel(), values.sum(dtype=torch.float64).item(), values.max().item() if values.numel() else 0.0)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ewc_finetune.anchor import Anchor
-from ewc_finetune.block_file import BlockFile, StoredFactor, stored_factors
+from ewc_finetune.block_file import BlockFile, StoredBlock, stored_block
 from ewc_finetune.curvature.importance import LayerImportance, importance_by_layer
 from ewc_finetune.figures import draw_importance, figure_format
 from ewc_finetune.files import check_output
@@ -24,7 +24,7 @@ class Inspection:
         file: The anchor.
         bytes: Its size.
         tensors: How many tensors and numbers there are of `fisher`, `kfac`, `anchor` (weights) and `buffer`.
-        blocks: Of each layer with a K-FAC block, what is kept of its `input` and `output` factor.
+        blocks: Of each layer with a K-FAC block, what is kept of it.
         provenance: Where it came from, with the importance of each layer.
         remarks: What a reader should know of the file.
     """
@@ -32,7 +32,7 @@ class Inspection:
     file: Path
     bytes: int
     tensors: dict[str, dict[str, int]]
-    blocks: dict[str, dict[str, StoredFactor]]
+    blocks: dict[str, StoredBlock]
     provenance: Provenance
     remarks: tuple[str, ...]
 
@@ -42,7 +42,7 @@ class Inspection:
             "file": str(self.file),
             "bytes": self.bytes,
             "tensors": self.tensors,
-            "blocks": {n: {side: asdict(f) for side, f in both.items()} for n, both in self.blocks.items()},
+            "blocks": {layer: asdict(block) for layer, block in self.blocks.items()},
             "provenance": asdict(self.provenance),
             "remarks": list(self.remarks),
         }
@@ -50,14 +50,13 @@ class Inspection:
     @property
     def in_blocks(self) -> int:
         """How many weights are held in blocks."""
-        return sum(both["input"].rows * both["output"].rows for both in self.blocks.values())
+        return sum(block.input.rows * block.output.rows for block in self.blocks.values())
 
     @property
     def curvature_bytes(self) -> int:
         """What the curvature takes in the file: its diagonal, which is float32, and its blocks."""
-        return 4 * self.tensors["fisher"]["numbers"] + sum(
-            f.bytes for both in self.blocks.values() for f in both.values()
-        )
+        in_blocks = sum(block.input.bytes + block.output.bytes for block in self.blocks.values())
+        return 4 * self.tensors["fisher"]["numbers"] + in_blocks
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -71,7 +70,7 @@ class Inspection:
             ("size", f"{self.bytes:,} bytes"),
             ("holds", f"{held:,} of {weights:,} weights" + (f", {singly:,} of them singly" if self.blocks else "")),
             ("in blocks", _blocks(self.blocks.values())),
-            *((f"  {layer}", _kept(both)) for layer, both in self.blocks.items()),
+            *((f"  {layer}", _kept(block)) for layer, block in self.blocks.items()),
             ("model", origin.checkpoint.get("architecture") or "of no recorded architecture"),
             ("checkpoint", " ".join(filter(None, (origin.checkpoint.get("file"), origin.checkpoint.get("sha256"))))),
             ("data", _data(origin)),
@@ -120,7 +119,7 @@ def inspect(file: str | Path, *, plot: str | Path | None = None, overwrite: bool
         file=Path(file),
         bytes=Path(file).stat().st_size,
         tensors={g: {"tensors": len(s), "numbers": sum(shape.numel() for shape in s)} for g, s in shapes.items()},
-        blocks={} if factors is None else {layer: stored_factors(factors, layer) for layer in factors},
+        blocks={} if factors is None else {layer: stored_block(factors, layer) for layer in factors},
         provenance=origin,
         remarks=anchor.remarks,
     )
@@ -133,25 +132,25 @@ def _importance(anchor: Anchor) -> list[LayerImportance]:
     return importance_by_layer(anchor.fisher, anchor.blocks.values())
 
 
-def _kept(both: Mapping[str, StoredFactor]) -> str:
+def _kept(block: StoredBlock) -> str:
     """Say what is kept of a layer's factors."""
     return ", ".join(
         f"{side} {factor.rows:,} rows"
         + ("" if factor.whole else f" ({factor.kept:,} eigenvectors with {factor.share:.1%} of the trace)")
         + f", {factor.bytes:,} bytes"
-        for side, factor in both.items()
+        for side, factor in (("input", block.input), ("output", block.output))
     )
 
 
-def _blocks(layers: Collection[Mapping[str, StoredFactor]]) -> str:
+def _blocks(layers: Collection[StoredBlock]) -> str:
     """Say what blocks take in the file, beside the diagonal of their layers, and in each step of training."""
     if not layers:
         return ""
-    pairs = [(both["input"], both["output"]) for both in layers]
+    pairs = [(block.input, block.output) for block in layers]
     taken = sum(a.bytes + g.bytes for a, g in pairs)
     whole = sum(a.whole_bytes + g.whole_bytes for a, g in pairs)
     diagonal = sum(4 * a.rows * g.rows for a, g in pairs)
-    products = sum(a.products * g.rows + g.products * a.rows for a, g in pairs)
+    products = sum(block.products for block in layers)
     most = sum((a.rows + g.rows) * a.rows * g.rows for a, g in pairs)
     text = f"{len(pairs)} layers, {taken:,} bytes, {taken / diagonal:.2f} of their diagonal's"
     if taken != whole:
