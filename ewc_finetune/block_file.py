@@ -144,9 +144,9 @@ def _outline(tensors: TensorFile, key: str, where: str) -> Factor:
 
 def _stored(tensors: TensorFile, key: str, factor: Factor) -> StoredFactor:
     if not isinstance(factor, Truncated):
-        return StoredFactor(factor.size, factor.size, 1.0, True, tensors.bytes_of(key))
+        return StoredFactor(factor.size, factor.size, 1.0, True, tensors.bytes[key])
     held, trace = factor.eigenvalues.double().sum().item(), factor.trace
-    taken = sum(tensors.bytes_of(f"{key}.{part}") for part in ("vectors", "values"))
+    taken = sum(tensors.bytes[f"{key}.{part}"] for part in ("vectors", "values"))
     share = held / trace if trace > 0 else 1.0
     return StoredFactor(factor.size, len(factor.eigenvalues), share, False, taken)
 

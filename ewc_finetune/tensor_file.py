@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,14 @@ class TensorFile(Mapping[str, Tensor]):
         kept = {name: shape for name, shape in self.shapes.items() if name not in names}
         return TensorFile(self._path, self._prefix, kept, self._check)
 
-    def bytes_of(self, name: str) -> int:
-        """Return how many bytes a tensor takes, without reading it."""
+    @cached_property
+    def bytes(self) -> dict[str, int]:
+        """How many bytes each tensor takes; none is read."""
         with opened(self._path) as file:
-            kind: str = file.get_slice(self._prefix + name).get_dtype()
+            kinds = {name: file.get_slice(self._prefix + name).get_dtype() for name in self.shapes}
         # F32, BF16, I64, F8_E4M3, BOOL, ...: the bits are the first number of the name.
-        bits = re.search(r"\d+", kind)
-        return self.shapes[name].numel() * (int(bits[0]) if bits else 8) // 8
+        bits = {name: re.search(r"\d+", kind) for name, kind in kinds.items()}
+        return {n: self.shapes[n].numel() * (int(found[0]) if found else 8) // 8 for n, found in bits.items()}
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.shapes:

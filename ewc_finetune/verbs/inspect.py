@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from ewc_finetune.anchor import Anchor
 from ewc_finetune.block_file import BlockFile, StoredBlock, stored_block
@@ -13,7 +15,7 @@ from ewc_finetune.curvature.importance import LayerImportance, importance_by_lay
 from ewc_finetune.figures import draw_importance, figure_format
 from ewc_finetune.files import check_output
 from ewc_finetune.provenance import Provenance
-from ewc_finetune.tensor_file import shapes_of
+from ewc_finetune.tensor_file import TensorFile, shapes_of
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Inspection:
     Attributes:
         file: The anchor.
         bytes: Its size.
-        tensors: How many tensors and numbers there are of `fisher`, `kfac`, `anchor` (weights) and `buffer`.
+        tensors: How many `tensors`, `numbers` and `bytes` there are of `fisher`, `kfac`, `anchor` (weights) and
+            `buffer`.
         blocks: Of each layer with a K-FAC block, what is kept of it.
         provenance: Where it came from, with the importance of each layer.
         remarks: What a reader should know of the file.
@@ -54,9 +57,8 @@ class Inspection:
 
     @property
     def curvature_bytes(self) -> int:
-        """What the curvature takes in the file: its diagonal, which is float32, and its blocks."""
-        in_blocks = sum(block.input.bytes + block.output.bytes for block in self.blocks.values())
-        return 4 * self.tensors["fisher"]["numbers"] + in_blocks
+        """What the curvature takes in the file, singly and in blocks."""
+        return self.tensors["fisher"]["bytes"] + self.tensors["kfac"]["bytes"]
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -111,21 +113,26 @@ def inspect(file: str | Path, *, plot: str | Path | None = None, overwrite: bool
     origin = anchor.provenance
     if not origin.importance:
         origin = replace(origin, importance=[asdict(layer) for layer in _importance(anchor)])
-    factors = anchor.blocks if isinstance(anchor.blocks, BlockFile) else None
+    blocks = anchor.blocks if isinstance(anchor.blocks, BlockFile) else None
     groups = {"fisher": anchor.fisher, "anchor": anchor.weights, "buffer": anchor.buffers}
-    shapes = {group: shapes_of(tensors).values() for group, tensors in groups.items()}
-    shapes["kfac"] = factors.tensors.shapes.values() if factors else {}.values()
+    groups["kfac"] = blocks.tensors if blocks else {}
     found = Inspection(
         file=Path(file),
         bytes=Path(file).stat().st_size,
-        tensors={g: {"tensors": len(s), "numbers": sum(shape.numel() for shape in s)} for g, s in shapes.items()},
-        blocks={} if factors is None else {layer: stored_block(factors, layer) for layer in factors},
+        tensors={group: _counts(tensors) for group, tensors in groups.items()},
+        blocks={} if blocks is None else {layer: stored_block(blocks, layer) for layer in blocks},
         provenance=origin,
         remarks=anchor.remarks,
     )
     if plot is not None:
         draw_importance(Path(plot), origin.importance, f"{origin.name}: share of the curvature by layer")
     return found
+
+
+def _counts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    in_file = tensors.bytes.values() if isinstance(tensors, TensorFile) else ()
+    numbers = sum(shape.numel() for shape in shapes_of(tensors).values())
+    return {"tensors": len(tensors), "numbers": numbers, "bytes": sum(in_file)}
 
 
 def _importance(anchor: Anchor) -> list[LayerImportance]:

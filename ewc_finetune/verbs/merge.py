@@ -131,11 +131,9 @@ def merge(
     if (kfac_sum, kfac_rank, kfac_dtype) != ("factors", "auto", "float16") and not any(p.blocks for p in parents):
         raise UsageError("no anchor has K-FAC blocks, of which sum, rank and dtype are")
     growing = grown_parameters(parents) if head == "expand" else set()
-    if online:
-        quadratic = _online(parents, strengths, growing)
-    else:
-        quadratic = collapse(parents, strengths, lineage, growing=growing)
-    quadratic, distances = _sum_blocks(quadratic, of_one_head(parents, parents[-1].provenance.head), kfac_sum)
+    alike = of_one_head(parents, parents[-1].provenance.head)
+    quadratic = _online(alike, strengths, growing) if online else collapse(alike, strengths, lineage, growing=growing)
+    quadratic, distances = _sum_blocks(quadratic, alike, kfac_sum)
     stored = [(block.stored(kfac_rank, kfac_dtype), centre) for block, centre in quadratic.blocks]
     quadratic = replace(quadratic, blocks=stored)
     _check_sums(quadratic)
@@ -233,7 +231,6 @@ def _check_outputs(
 
 def _online(anchors: Sequence[Anchor], lambdas: Sequence[float], growing: Collection[str]) -> Quadratic:
     """Sum the curvatures at the newest weights; `lambdas` say what is left of each. Accumulated in float64."""
-    anchors = of_one_head(anchors, anchors[-1].provenance.head)
     check_together(anchors, growing)
     found = Quadratic({}, {}, {})
     for name in dict.fromkeys(name for anchor in anchors for name in anchor.fisher):
@@ -248,7 +245,8 @@ def _online(anchors: Sequence[Anchor], lambdas: Sequence[float], growing: Collec
     for anchor, lam in zip(anchors, lambdas, strict=True):
         for block in anchor.blocks.values():
             for name in block.names:
-                found.centre[name] = _newest(anchors, name)
+                if name not in found.centre:
+                    found.centre[name] = _newest(anchors, name)
             bias = None if block.bias is None else found.centre[block.bias]
             centre = wide(block.join(found.centre[block.weight], bias))[: block.output.size]
             found.blocks.append((scaled(block, lam), centre))
