@@ -24,6 +24,7 @@ from ewc_finetune.block_file import (
     BlockFile,
     check_block,
     check_factor,
+    keys_of,
     matrix_of,
     names_of,
     records_of,
@@ -76,14 +77,14 @@ class Anchor:
         return shapes_of(self.fisher) | in_blocks
 
     def without(self, names: Collection[str]) -> Anchor:
-        """Return the anchor with these parameters left free."""
+        """Return the anchor with these parameters left free, and with them the whole of a block that they are in."""
         fisher: Mapping[str, Tensor]
         if isinstance(self.fisher, TensorFile):
             fisher = self.fisher.without(names)
         else:
             fisher = {name: value for name, value in self.fisher.items() if name not in names}
         blocks: Mapping[str, Block]
-        gone = [layer for layer, own in names_of(self.blocks).items() if own[0] in names]
+        gone = [layer for layer, own in names_of(self.blocks).items() if set(own) & set(names)]
         if isinstance(self.blocks, BlockFile):
             blocks = self.blocks.without(gone)
         else:
@@ -186,6 +187,9 @@ class Anchor:
             remarks=(f"{path}: ignored what this version does not know: {', '.join(unknown)}",) if unknown else (),
             blocks=BlockFile(factors, records, str(path)),
         )
+        unclaimed = [key for key in factors if key not in keys_of(factors, records)]
+        if unclaimed:
+            raise AnchorError(f"{path}: kfac.{unclaimed[0]} belongs to no layer that it names. Make the anchor again")
         _check_shapes(anchor)
         return anchor
 
@@ -219,6 +223,12 @@ def _check_shapes(anchor: Anchor) -> None:
             )
 
     for layer, names in names_of(anchor.blocks).items():
+        outputs = matrix_of(anchor.blocks, layer, weights[names[0]])["output"] if names[0] in weights else None
+        if len(names) > 1 and (names[1] == names[0] or weights.get(names[1], (outputs,)) != (outputs,)):
+            raise AnchorError(
+                f"{anchor.label}: kfac.{layer} is of {names[0]} with {names[1]}, which is no bias of its outputs. Make "
+                "the anchor again"
+            )
         for name in names:
             if name not in weights or name in anchor.fisher:
                 wrong = "also has a diagonal" if name in weights else f"has no anchor.{name} beside it"

@@ -20,9 +20,9 @@ from ewc_finetune.kronecker import Block, Factor, Full, Truncated
 from ewc_finetune.tensor_file import TensorFile
 
 SIDES = ("input", "output")
-# How far below zero rounding may bring an eigenvalue, by the largest, and products of eigenvectors from those of
-# orthonormal ones, in half precision.
-_ROUNDING = 1e-3
+# How far below zero rounding to float32 may bring an eigenvalue, by the largest number on the diagonal, and products of
+# eigenvectors from those of orthonormal ones, in half precision.
+_ROUNDING = 1e-4
 _OFF = 1e-2
 
 
@@ -70,6 +70,16 @@ def names_of(blocks: Mapping[str, Block]) -> dict[str, tuple[str, ...]]:
         layer: (record["weight"],) if record["bias"] is None else (record["weight"], record["bias"])
         for layer, record in records_of(blocks).items()
     }
+
+
+def keys_of(tensors: Mapping[str, Tensor], layers: Collection[str]) -> set[str]:
+    """Return which of the tensors the factors of these layers are made of."""
+    found: set[str] = set()
+    for layer in layers:
+        for side in SIDES:
+            key = f"{layer}.{side}"
+            found |= {key} if key in tensors else {f"{key}.vectors", f"{key}.values"}
+    return found
 
 
 def sizes_of(blocks: Mapping[str, Block], layer: str) -> dict[str, int | None]:
@@ -221,6 +231,8 @@ def check_factor(name: str, tensor: Tensor, where: str) -> None:
 def _check_eigen(factor: Truncated, name: str) -> None:
     if (factor.eigenvalues < 0).any() or factor.rest < 0:
         raise AnchorError(f"{name} has negative eigenvalues; it must be a mean of outer products")
+    if (factor.eigenvalues.diff() > 0).any():
+        raise AnchorError(f"{name} has eigenvalues that do not fall from the first to the last. Make the anchor again")
     vectors = factor.vectors.double()
     off = (vectors.T @ vectors - torch.eye(vectors.shape[1], dtype=vectors.dtype)).abs().max() if vectors.numel() else 0
     if off > _OFF:
@@ -233,6 +245,8 @@ def _check_matrix(matrix: Tensor, name: str) -> None:
         raise AnchorError(f"{name} is not symmetric; it must be a mean of outer products")
     # It has a Cholesky factor, once rounding is made up for, unless an eigenvalue is negative.
     lifted = matrix.double() + _ROUNDING * scale * torch.eye(len(matrix), dtype=torch.float64)
+    if not scale and matrix.any():
+        raise AnchorError(f"{name} has negative eigenvalues; it must be a mean of outer products")
     if scale and int(torch.linalg.cholesky_ex(lifted).info):
         raise AnchorError(f"{name} has negative eigenvalues; it must be a mean of outer products")
 

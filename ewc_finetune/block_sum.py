@@ -6,7 +6,7 @@ a weighted sum of the factors each, and the nearest by the Frobenius norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations_with_replacement
 
@@ -14,18 +14,20 @@ import torch
 from torch import Tensor
 
 from ewc_finetune.choices import KfacSum
+from ewc_finetune.conjugate_gradients import solve
 from ewc_finetune.errors import AnchorMismatchError
 from ewc_finetune.kronecker import EXACT_EIGEN, Block, Factor, Full, Truncated
 
-_ITERATIONS = 200
-# Of conjugate gradients: what is left of the pull where they stop. Of least squares in turn: by how much they still go.
-_TOLERANCE = 1e-6
-# Relative to the largest, what eigenvalues are too small to divide by: in float64, and in float32 for large factors.
-_LEAST = (1e-10, 1e-6)
+# Of least squares in turn: how often, and by how much they still go where they stop.
+_TURNS, _STILL = 200, 1e-6
+# Of the centre: what is left of the pull, and after how many steps at the latest.
+_TOLERANCE, _ITERATIONS = 1e-6, 1000
+# What eigenvalues of a factor are too small to divide by, relative to the largest: they are known in float32.
+_LEAST = 1e-6
 
 
-def sum_of(blocks: Sequence[Block], how: KfacSum) -> tuple[Block, float]:
-    """Return one block for the sum of several, in float64, and how far it is from it.
+def sum_of(blocks: Sequence[Block], how: KfacSum) -> Block:
+    """Return one block for the sum of several, in float64.
 
     Args:
         blocks: Of one layer. Those of fewer outputs, from before a head was expanded, are of its first ones.
@@ -34,14 +36,11 @@ def sum_of(blocks: Sequence[Block], how: KfacSum) -> tuple[Block, float]:
             `nearest` is the Kronecker product nearest to the sum by the Frobenius norm (Van Loan and Pitsianis 1993,
             "Approximation with Kronecker products"); of blocks that have nothing in common it is the largest alone.
 
-    Returns:
-        The block, and the Frobenius norm of what it differs by, relative to that of the sum.
-
     Raises:
         AnchorMismatchError: if the blocks are of other parameters.
     """
     if len(blocks) == 1:
-        return blocks[0], 0.0
+        return blocks[0]
     first = blocks[0]
     for block in blocks:
         if (block.names, block.transposed, block.input.size) != (first.names, first.transposed, first.input.size):
@@ -51,12 +50,46 @@ def sum_of(blocks: Sequence[Block], how: KfacSum) -> tuple[Block, float]:
                 "the anchors instead"
             )
     inputs, outputs = _terms(blocks)
-    products = _products(inputs), _products(outputs)
     a, g = _partial_traces(inputs, outputs)
     if how == "nearest":
-        a, g = _nearest(*products, g)
-    found = replace(first, input=_weighted(a, inputs), output=_weighted(g, outputs))
-    return found, _distance(*products, a, g)
+        a, g = _nearest(_products(inputs), _products(outputs), g)
+    return replace(first, input=_weighted(a, inputs), output=_weighted(g, outputs))
+
+
+def distance(block: Block, blocks: Sequence[Block]) -> float:
+    """Return the Frobenius norm of what a block differs by from the sum of several, relative to that of the sum."""
+    inputs, outputs = _terms([block, *blocks])
+    own = len(block.terms())
+    signs = torch.tensor([1.0] * own + [-1.0] * (len(inputs) - own), dtype=torch.float64)
+    products = _products(inputs) * _products(outputs)
+    whole = products[own:, own:].sum()
+    return ((signs @ products @ signs).clamp(min=0) / whole).sqrt().item() if whole > 0 else 0.0
+
+
+def stand_in(blocks: Sequence[Block]) -> Block:
+    """Return the block of the sum's partial traces by its eigenvectors, in float64: it nearly inverts the sum."""
+    block = sum_of(blocks, "factors")
+    large = max(block.input.size, block.output.size) > EXACT_EIGEN
+    narrow, wide = (torch.empty(0, dtype=dtype) for dtype in (torch.float32 if large else torch.float64, torch.float64))
+    factors = [factor.to(narrow).eigen().to(wide) for factor in (block.input, block.output)]
+    return replace(block, input=factors[0], output=factors[1])
+
+
+def _known(factor: Factor) -> Factor:
+    """Return a factor by its eigenvectors, without the eigenvalues that are rounding."""
+    found = factor.eigen()
+    least = found.largest() * _LEAST
+    values = torch.where(found.eigenvalues > least, found.eigenvalues, 0.0)
+    return replace(found, eigenvalues=values, rest=found.rest if found.rest > least else 0.0)
+
+
+def times_sum(blocks: Sequence[Block], matrix: Tensor) -> Tensor:
+    """Return the sum of the blocks times a matrix, of which each knows the first rows."""
+    total = torch.zeros_like(matrix)
+    for block in blocks:
+        rows = block.output.size
+        total[:rows] += block.times(matrix[:rows])
+    return total
 
 
 def _terms(blocks: Sequence[Block]) -> tuple[list[Factor], list[Factor]]:
@@ -83,11 +116,11 @@ def _partial_traces(inputs: Sequence[Factor], outputs: Sequence[Factor]) -> tupl
 def _nearest(of_inputs: Tensor, of_outputs: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Return likewise, from where G is: in turn the best A for that G, and the best G for that A."""
     a = torch.zeros_like(g)
-    for _ in range(_ITERATIONS):
+    for _ in range(_TURNS):
         before = torch.outer(a, g)
         a = _best(of_outputs, g)
         g = _best(of_inputs, a)
-        if (torch.outer(a, g) - before).abs().max() <= _TOLERANCE * before.abs().max():
+        if (torch.outer(a, g) - before).abs().max() <= _STILL * before.abs().max():
             break
     # Of one size, as what a factor is by itself says nothing.
     scale = ((g @ of_outputs @ g) / (a @ of_inputs @ a).clamp(min=1e-300)).sqrt().sqrt()
@@ -99,14 +132,6 @@ def _best(products: Tensor, weights: Tensor) -> Tensor:
     own = products @ weights
     norm = weights @ own
     return own / norm if norm > 0 else torch.zeros_like(own)
-
-
-def _distance(of_inputs: Tensor, of_outputs: Tensor, a: Tensor, g: Tensor) -> float:
-    """Return the relative distance of `sum_k a_k A_k ⊗ sum_k g_k G_k` from `sum_k A_k ⊗ G_k`."""
-    whole = (of_inputs * of_outputs).sum()
-    found = (a @ of_inputs @ a) * (g @ of_outputs @ g)
-    both = ((of_inputs @ a) * (of_outputs @ g)).sum()
-    return ((whole - 2 * both + found).clamp(min=0) / whole).sqrt().item() if whole > 0 else 0.0
 
 
 def _products(factors: Sequence[Factor]) -> Tensor:
@@ -133,7 +158,7 @@ def centre_of(parts: Sequence[tuple[Block, Tensor]]) -> tuple[Tensor, float]:
 
     By conjugate gradients from the newest centre (as Tam et al. 2023, "Merging by matching models in task parameter
     subspaces"), preconditioned with the block that stands in for the sum, until the pull is a millionth of what it was
-    there. What no block holds stays as it is.
+    there, or for 1,000 steps. What no block holds stays as it is.
 
     Args:
         parts: Blocks of one layer with their centres, oldest first; the ones with fewer rows know the first ones.
@@ -145,49 +170,21 @@ def centre_of(parts: Sequence[tuple[Block, Tensor]]) -> tuple[Tensor, float]:
     base = next(centre for _, centre in reversed(parts) if len(centre) == rows).double()
     wide = base.new_empty(0)
     held = [(block.to(wide), centre.double() - base[: len(centre)]) for block, centre in parts]
-
-    def pull(x: Tensor) -> Tensor:
-        total = torch.zeros_like(base)
-        for block, own in held:
-            total[: len(own)] += block.times(x[: len(own)])
-        return total
-
-    found = torch.zeros_like(base)
-    residual = torch.zeros_like(base)
+    pull = torch.zeros_like(base)
     for block, own in held:
-        residual[: len(own)] += block.times(own)
-    least = residual.square().sum() * _TOLERANCE**2
-    if least > 0:
-        inverse = _preconditioner([block for block, _ in held])
-        towards = inverse(residual)
-        direction, slope = towards, (residual * towards).sum()
-        for _ in range(_ITERATIONS):
-            image = pull(direction)
-            curvature = (direction * image).sum()
-            if curvature <= 0:  # rounding: there is nothing left to gain
-                break
-            found = found + direction * (slope / curvature)
-            residual = residual - image * (slope / curvature)
-            if residual.square().sum() <= least:
-                break
-            towards = inverse(residual)
-            before, slope = slope, (residual * towards).sum()
-            direction = towards + direction * (slope / before)
+        pull[: len(own)] += block.times(own)
+    found = torch.zeros_like(base)
+    blocks = [block for block, _ in held]
+    if pull.any():
+        near = stand_in(blocks)
+        near = replace(near, input=_known(near.input), output=_known(near.output))
+
+        def inverse(matrix: Tensor) -> Tensor:
+            return near.spectral(matrix, lambda value: torch.where(value > 0, 1 / value, 0.0))
+
+        found = solve(lambda matrix: times_sum(blocks, matrix), pull, inverse, _TOLERANCE, _ITERATIONS)
     constant = 0.0
     for block, own in held:
         away = found[: len(own)] - own
         constant += 0.5 * (away * block.times(away)).sum().item()
     return base + found, max(0.0, constant)
-
-
-def _preconditioner(blocks: Sequence[Block]) -> Callable[[Tensor], Tensor]:
-    """Return what nearly inverts the sum of blocks, and leaves out what it is too small for."""
-    inputs, outputs = _terms(blocks)
-    a, g = _partial_traces(inputs, outputs)
-    large = max(factor.size for factor in (*inputs, *outputs)) > EXACT_EIGEN
-    narrow, wide = (torch.empty(0, dtype=dtype) for dtype in (torch.float32 if large else torch.float64, torch.float64))
-    factors = (_weighted(a, inputs), _weighted(g, outputs))
-    inverted = [factor.to(narrow).eigen().to(wide) for factor in factors]
-    found = replace(blocks[0], input=inverted[0], output=inverted[1])
-    least = found.largest() * _LEAST[large]
-    return lambda matrix: found.spectral(matrix, lambda value: torch.where(value > least, 1 / value, 0.0))

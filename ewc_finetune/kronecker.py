@@ -3,8 +3,8 @@
 The block of a layer with weights W, shape `(outputs, inputs)`, a bias being one more column, is `A ⊗ G`: it takes a
 difference D of that shape to `G D A`, and its quadratic is `1/2 <D, G D A>` (Martens and Grosse 2015).
 
-Where both factors are cut, the pairs of their directions that neither's eigenvectors decide are told apart less finely
-(`Block.terms`), since these are most of the work and hold next to nothing.
+Where both factors are cut, pairs of directions that hold a twentieth of the trace at most are told apart less finely
+(`Block.terms`), since these are most of the work.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from ewc_finetune.errors import UsageError
 EXACT_EIGEN = 1024
 # Of larger ones: eigenvectors that are looked for at first, such as are looked for beside them, and how often.
 _FIRST, _SPARE, _ITERATIONS = 64, 16, 2
+# The share of a block's trace that may be told apart less finely.
+_COARSE = 0.05
 # The share of a factor's trace that its kept eigenvectors hold, unless it is said.
 AUTO_RANK = 0.99
 Rank = float | Literal["auto", "full"]
@@ -91,16 +93,9 @@ class Factor(ABC):
             return self
         return whole.leading(kept)
 
+    @abstractmethod
     def largest(self) -> float:
-        """Return its largest eigenvalue, by so many power iterations that it is right to a few percent at worst."""
-        vector = self.diagonal().clamp(min=0).sqrt()[None]
-        norm = torch.linalg.vector_norm(vector)
-        for _ in range(50):
-            if not norm:
-                return 0.0
-            vector = self.after(vector / norm)
-            norm = torch.linalg.vector_norm(vector)
-        return float(norm)
+        """Return its largest eigenvalue, right to a few percent at worst."""
 
     def matrix(self) -> Tensor:
         """Return it as a matrix."""
@@ -186,6 +181,17 @@ class Full(Factor):
                 return None
             count = min(2 * count, most)
 
+    def largest(self) -> float:
+        """See `Factor`; by power iterations."""
+        vector = torch.randn(1, self.size, generator=torch.Generator().manual_seed(0)).to(self.values)
+        norm = torch.linalg.vector_norm(vector)
+        for _ in range(50):
+            if not norm:
+                return 0.0
+            vector = self.after(vector / norm)
+            norm = torch.linalg.vector_norm(vector)
+        return float(norm)
+
     def eigen(self) -> Truncated:
         """See `Factor`."""
         # In float64 it takes minutes for thousands of rows, and what it would add is below what the factor knows.
@@ -251,6 +257,11 @@ class Truncated(Factor):
         """See `Factor`."""
         return Truncated(self.vectors, self.eigenvalues * by, self.rest * by)
 
+    def largest(self) -> float:
+        """See `Factor`; exactly."""
+        rest = 0.0 if self.complete else self.rest
+        return float(max([rest, *self.eigenvalues[:1].tolist()]))
+
     def eigen(self) -> Truncated:
         """See `Factor`."""
         return self
@@ -311,17 +322,22 @@ class Block:
             return None
         narrow, wide = (a, g) if len(a.eigenvalues) <= len(g.eigenvalues) else (g, a)
         count = len(wide.eigenvalues)
-        if len(narrow.eigenvalues):
+        left = narrow.rest * (narrow.size - len(narrow.eigenvalues))
+        if len(narrow.eigenvalues) and left > 0:
             smallest = narrow.eigenvalues[-1] * wide.eigenvalues[-1]
-            count = max(1, int((narrow.rest * wide.eigenvalues >= smallest).sum()))
+            as_large = int((narrow.rest * wide.eigenvalues >= smallest).sum())
+            held = wide.eigenvalues.double().cumsum(0)
+            enough = int((left * (wide.trace - held) > _COARSE * self.trace).sum()) + 1
+            count = min(count, max(as_large, enough))
         return _Cut(narrow, wide, wide.leading(count), narrow is g)
 
     def terms(self) -> list[tuple[Factor, Factor]]:
         """Return the factors, input and output, of the Kronecker products that the block is the sum of.
 
         One, `A ⊗ G`, unless both are cut. Then the one of fewer eigenvectors, say A, is taken apart: what it keeps
-        meets G, and what it leaves, of which every direction counts as the mean, meets a G that is cut further, to the
-        eigenvectors that give a pair as large as the smallest pair of kept ones. The trace stays what it is.
+        meets G, and what it leaves, of which every direction counts as the mean, meets a G that is cut further: to the
+        eigenvectors that give a pair as large as the smallest pair of kept ones, or more, so that the others hold a
+        twentieth of the block's trace at most. The trace stays what it is.
         """
         if self._cut is None:
             return [(self.input, self.output)]
@@ -480,6 +496,8 @@ def check_rank(rank: Rank) -> None:
         UsageError: saying what was expected.
     """
     if isinstance(rank, (int, float)):
+        if type(rank) is float and rank == 1:
+            raise UsageError("kfac rank is 1.0; for all of the trace say full, for one eigenvector the whole number 1")
         known = 0 < rank < 1 or (rank >= 1 and float(rank).is_integer())
     else:
         known = rank in ("auto", "full")

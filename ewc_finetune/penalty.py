@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from ewc_finetune.anchor import Anchor
 from ewc_finetune.choices import PENALTY_FORMS, Lineage, PenaltyForm, check_choice
 from ewc_finetune.errors import AnchorMismatchError, UsageError
-from ewc_finetune.held_block import HeldBlock
+from ewc_finetune.held_layer import HeldLayer
+from ewc_finetune.kronecker import Block
 from ewc_finetune.stack import collapse, spread_lambdas
 
 # Tensors are worked on in pieces of so many numbers: on the CPU what is made on the way stays near the cache, on an
@@ -43,7 +44,8 @@ class Penalty:
     >>> torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     >>> optimizer.step()
 
-    The collapsed stack is all that it keeps: two tensors for each parameter, however many anchors there are.
+    The collapsed stack is all that it keeps: two tensors for each parameter, however many anchors there are, but for
+    K-FAC blocks, of which it keeps every anchor's.
 
     Args:
         model: The model that is trained, on its device.
@@ -51,8 +53,9 @@ class Penalty:
         lambdas: One strength for all or one for each anchor, 0 or above.
         form: `gradient` adds `lambda F (theta - theta*)` to the gradient, and the optimizer does with it what it does
             with gradients. `proximal` leaves the gradient alone and moves the parameters after the optimizer's step,
-            by the exact implicit step of the penalty: stable at any lambda, and decoupled from the optimizer as
-            AdamW decouples weight decay.
+            by the implicit step of the penalty: stable at any lambda, and decoupled from the optimizer as AdamW
+            decouples weight decay. It is exact, but that of several K-FAC blocks on one layer is solved by conjugate
+            gradients, to five digits.
         lineage: See `collapse`.
         growing: Parameters that may have more rows than the anchors know, which hold the first ones then.
 
@@ -60,7 +63,8 @@ class Penalty:
         free: Trained parameters that no anchor holds.
 
     Raises:
-        UsageError: for lambdas that are negative, not finite, or of the wrong number.
+        UsageError: for lambdas that are negative, not finite, or of the wrong number; for the proximal form of a K-FAC
+            block of which weight or bias is frozen.
         AnchorMismatchError: if an anchor does not fit the model, or another anchor.
     """
 
@@ -90,11 +94,18 @@ class Penalty:
             for name, p in parameters.items()
             if name in quadratic.curvature
         }
-        self._blocks = [
-            HeldBlock(block, centre, parameters[block.weight], None if block.bias is None else parameters[block.bias])
-            for block, centre in quadratic.blocks
+        layers: dict[tuple[str, ...], list[tuple[Block, Tensor]]] = {}
+        for block, centre in quadratic.blocks:
+            layers.setdefault(block.names, []).append((block, centre))
+        self._layers = [
+            HeldLayer(parts, parameters[names[0]], *(parameters[name] for name in names[1:]))
+            for names, parts in layers.items()
         ]
-        known = self._held.keys() | {name for held in self._blocks for name in held.block.names}
+        if form == "proximal":
+            for layer in self._layers:
+                if layer.trained:
+                    layer.check_rates([0.0] * len(layer.trained))
+        known = self._held.keys() | {name for names in layers for name in names}
         self.free = tuple(name for name, p in parameters.items() if p.requires_grad and name not in known)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
@@ -107,21 +118,25 @@ class Penalty:
             A handle whose `remove()` ends it.
 
         Raises:
-            UsageError: if this is attached to the optimizer already, if that has none of the parameters, or takes many
-                steps in one (LBFGS) in the proximal form.
+            UsageError: if this is attached to the optimizer already, or that has none of the parameters; in the
+                proximal form, if it takes many steps in one (LBFGS), or weight and bias of a K-FAC block have other
+                learning rates in it.
         """
         known = self._handles.get(optimizer)
         if known is not None and known.id in (known.hooks_dict_ref() or ()):
             raise UsageError("the penalty is attached to this optimizer already; once more it would count twice")
         if isinstance(optimizer, torch.optim.LBFGS) and self.form == "proximal":
             raise UsageError("LBFGS takes many steps in one, without the penalty: use the gradient form")
-        if not any(self._of(optimizer)) and (self._held or self._blocks):
+        if self.form == "proximal":
+            self._rates(optimizer)
+        if not any(self._of(optimizer)) and (self._held or self._layers):
             raise UsageError("the optimizer has none of the parameters that the penalty holds")
 
         def add() -> None:
             # A fused optimizer unscales by itself, after this.
             scale = getattr(optimizer, "grad_scale", None)
-            _add(*self._of(optimizer), 1.0 if scale is None else scale)
+            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            _add(*self._of(optimizer), 1.0 if scale is None else scale, own)
 
         def before(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
             closures = [value for value in (*args[1:], *kwargs.values()) if callable(value)]
@@ -144,11 +159,10 @@ class Penalty:
         def after(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             overflowed = getattr(optimizer, "found_inf", None)
             if overflowed is None or not overflowed:
-                rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
-                single, blocks = self._of(optimizer)
-                _move([(held, rates[id(held.parameter)]) for held in single])
-                for block in blocks:
-                    block.move(rates[id(block.weight)])
+                singly, layers = self._rates(optimizer)
+                _move(singly)
+                for layer, lr in layers:
+                    layer.move(lr)
 
         if self.form == "gradient":
             handle = optimizer.register_step_pre_hook(before)
@@ -165,7 +179,7 @@ class Penalty:
         Args:
             loss_scale: What the gradients that are there are multiplied by, where they are not unscaled yet.
         """
-        _add(list(self._held.values()), self._blocks, loss_scale)
+        _add(list(self._held.values()), self._layers, loss_scale)
 
     def proximal_step(self, lr: float) -> None:
         """Move every parameter by the implicit step of the penalty: `theta* + (theta - theta*) / (1 + lr lambda F)`.
@@ -174,13 +188,13 @@ class Penalty:
         optimizer's step left it; call it once after each.
         """
         _move([(held, lr) for held in self._held.values()])
-        for block in self._blocks:
-            block.move(lr)
+        for layer in self._layers:
+            layer.move(lr)
 
     def value(self) -> float:
         """Return the penalty, summed in float64 (float32 on mps), the constant of a stack included."""
         singly = sum(held.value() for held in self._held.values())
-        return self._constant + singly + sum(block.value() for block in self._blocks)
+        return self._constant + singly + sum(layer.value() for layer in self._layers)
 
     def largest_curvature(self) -> tuple[str, float]:
         """Return the largest `lambda F` and the parameter that has it.
@@ -193,20 +207,34 @@ class Penalty:
             for name, held in self._held.items()
             if held.curvature.numel() and held.parameter.requires_grad
         }
-        for held in self._blocks:
-            if held.weight.requires_grad:
+        for layer in self._layers:
+            if layer.trained:
                 # Of several anchors the sum is at least as large as the largest of all together.
-                peaks[held.block.weight] = peaks.get(held.block.weight, 0.0) + held.block.largest()
+                peaks[layer.blocks[0].weight] = sum(block.largest() for block in layer.blocks)
         name = max(peaks, key=peaks.__getitem__, default="")
         return name, peaks.get(name, 0.0)
 
-    def _of(self, optimizer: torch.optim.Optimizer) -> tuple[list[_Held], list[HeldBlock]]:
+    def _of(self, optimizer: torch.optim.Optimizer) -> tuple[list[_Held], list[HeldLayer]]:
         """Return what is held of the parameters of an optimizer, singly and in blocks."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return (
             [held for held in self._held.values() if id(held.parameter) in own],
-            [block for block in self._blocks if id(block.weight) in own],
+            [layer for layer in self._layers if any(id(p) in own for p in layer.parameters)],
         )
+
+    def _rates(
+        self, optimizer: torch.optim.Optimizer
+    ) -> tuple[list[tuple[_Held, float]], list[tuple[HeldLayer, float]]]:
+        """Return the same, each with the learning rate that it has there."""
+        rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+        singly, layers = self._of(optimizer)
+        found = []
+        for layer in layers:
+            own = [rates[id(p)] for p in layer.trained if id(p) in rates]
+            if own:
+                layer.check_rates(own)
+                found.append((layer, own[0]))
+        return [(held, rates[id(held.parameter)]) for held in singly], found
 
 
 class _Held:
@@ -255,12 +283,14 @@ class _Held:
         for theta, curvature, centre in self.pieces():
             difference = theta.to(centre.dtype) - centre
             wide = centre.dtype if centre.device.type == "mps" else torch.float64
-            total += 0.5 * (curvature * difference.square_()).sum(dtype=wide).item()
+            total += 0.5 * (curvature.to(wide) * difference.to(wide).square_()).sum().item()
         return total
 
 
 @torch.no_grad()
-def _add(singly: Sequence[_Held], blocks: Sequence[HeldBlock], scale: float | Tensor) -> None:
+def _add(
+    singly: Sequence[_Held], layers: Sequence[HeldLayer], scale: float | Tensor, only: Collection[int] | None = None
+) -> None:
     trained = (held for held in singly if held.parameter.requires_grad)
     pieces = ((*piece, g) for held in trained for piece, g in zip(held.pieces(), held.gradients(), strict=True))
     for thetas, curvatures, centres, gradients in _together(pieces):
@@ -269,8 +299,8 @@ def _add(singly: Sequence[_Held], blocks: Sequence[HeldBlock], scale: float | Te
         if isinstance(scale, Tensor) or scale != 1:
             torch._foreach_mul_(pull, scale)
         torch._foreach_add_(gradients, pull)
-    for block in blocks:
-        block.add(scale)
+    for layer in layers:
+        layer.add(scale, only)
 
 
 @torch.no_grad()

@@ -101,7 +101,7 @@ def collapse(
     useless = {
         id(anchor): anchor
         for anchor, _, _ in stacked
-        if isinstance(anchor.fisher, TensorFile) and anchor.fisher and not anchor.blocks
+        if isinstance(anchor.fisher, TensorFile) and (anchor.fisher or anchor.blocks)
     }
     found = Quadratic({}, {}, {})
     for name in dict.fromkeys(name for anchor, _, _ in stacked for name in anchor.fisher):
@@ -135,10 +135,10 @@ def collapse(
             raise NonFiniteError(
                 f"lambda times the Fisher of {name} is too large for its numbers; use a smaller lambda"
             )
-    for anchor in useless.values():
-        refuse_zero(anchor)
     for anchor, at, lam in stacked:
         for block in anchor.blocks.values():
+            if block.trace:
+                useless.pop(id(anchor), None)
             bias = None if block.bias is None else at.weights[block.bias]
             # Of a head that was expanded since, the block knows the first outputs.
             centre = wide(block.join(at.weights[block.weight], bias))[: block.output.size]
@@ -146,6 +146,8 @@ def collapse(
             constant = lam * anchor.provenance.constant.get(block.weight, 0.0)
             if constant:
                 found.constant[block.weight] = found.constant.get(block.weight, 0.0) + constant
+    for anchor in useless.values():
+        refuse_zero(anchor)
     return found
 
 

@@ -77,7 +77,7 @@ def _rank(text: str) -> float | str:
     if text in ("auto", "full"):
         return text
     try:
-        return float(text) if float(text) < 1 else int(text)
+        return int(text) if text.isdecimal() else float(text)
     except ValueError:
         raise click.BadParameter(f"{text!r} is neither auto, full, a share nor a whole number.") from None
 

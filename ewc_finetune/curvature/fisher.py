@@ -244,7 +244,7 @@ class _Run:
         """Decide on the first samples which layers get a block."""
         self.engine.form = form
         for layer in self.engine.plan(inputs).layers:
-            if max(layer.inputs, layer.outputs) > LARGEST:
+            if max(layer.inputs - (layer.bias is not None), layer.outputs) > LARGEST:
                 self.note(
                     f"{layer.weight}: factors of {layer.inputs:,} and {layer.outputs:,} rows are too large for K-FAC "
                     f"(up to {LARGEST:,}); it gets the diagonal"

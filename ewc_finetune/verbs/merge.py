@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ewc_finetune._version import __version__
 from ewc_finetune.anchor import Anchor, validate
-from ewc_finetune.block_sum import centre_of, sum_of
+from ewc_finetune.block_sum import centre_of, distance, sum_of
 from ewc_finetune.checkpoint.opening import open_checkpoint
 from ewc_finetune.checkpoint.state_dict import Record, from_anchor, write_checkpoint
 from ewc_finetune.choices import (
@@ -49,6 +49,9 @@ from ewc_finetune.stack import (
 )
 from ewc_finetune.tensor_file import shapes_of
 
+# By how much of the sum a block must be off for it to be said.
+_NOTED = 0.005
+
 
 def merge(
     anchors: Anchor | str | Path | Sequence[Anchor | str | Path],
@@ -76,7 +79,7 @@ def merge(
 
     K-FAC blocks are merged into one for each layer, read all together. Their centre is where all of them together pull
     least, to a millionth; their sum is no such block, so that another stands in for it (`kfac_sum`), and the merged
-    anchor does not pull quite as they would. How far that block is off is said, and recorded.
+    anchor does not pull quite as they would. How far that block is off, as it is stored, is said and recorded.
 
     Args:
         anchors: Anchors or their files, oldest first; a merged one is an anchor like any other.
@@ -133,11 +136,11 @@ def merge(
     growing = grown_parameters(parents) if head == "expand" else set()
     alike = of_one_head(parents, parents[-1].provenance.head)
     quadratic = _online(alike, strengths, growing) if online else collapse(alike, strengths, lineage, growing=growing)
-    quadratic, distances = _sum_blocks(quadratic, alike, kfac_sum)
-    stored = [(block.stored(kfac_rank, kfac_dtype), centre) for block, centre in quadratic.blocks]
-    quadratic = replace(quadratic, blocks=stored)
+    quadratic, distances = _sum_blocks(
+        quadratic, alike, lambda blocks: sum_of(blocks, kfac_sum).stored(kfac_rank, kfac_dtype)
+    )
     _check_sums(quadratic)
-    if any(distances.values()):
+    if any(off >= _NOTED for off in distances.values()):
         worst = max(distances, key=distances.__getitem__)
         progress.note(
             f"the blocks that stand for sums ({kfac_sum}) are off by up to {distances[worst]:.0%} ({worst}; Frobenius "
@@ -188,7 +191,9 @@ def _check_form(online: bool, gamma: float, lineage: Lineage) -> None:
         raise UsageError("the online form pulls to the newest weights as it is; lineage belongs to the offline one")
 
 
-def _sum_blocks(quadratic: Quadratic, anchors: Sequence[Anchor], how: KfacSum) -> tuple[Quadratic, dict[str, float]]:
+def _sum_blocks(
+    quadratic: Quadratic, anchors: Sequence[Anchor], sum_of_blocks: Callable[[Sequence[Block]], Block]
+) -> tuple[Quadratic, dict[str, float]]:
     """Bring the blocks of each layer together into one, with the centre of all of them; and say how far each is off."""
     distances = {}
     layers: dict[str, list[tuple[Block, Tensor]]] = {}
@@ -196,7 +201,9 @@ def _sum_blocks(quadratic: Quadratic, anchors: Sequence[Anchor], how: KfacSum) -
         layers.setdefault(block.weight, []).append((block, centre))
     found = replace(quadratic, centre=dict(quadratic.centre), constant=dict(quadratic.constant), blocks=[])
     for weight, parts in layers.items():
-        block, distances[parts[0][0].layer] = sum_of([block for block, _ in parts], how)
+        summed = [block for block, _ in parts]
+        block = sum_of_blocks(summed)
+        distances[block.layer] = distance(block, summed)
         twice = [name for name in block.names if name in quadratic.curvature]
         if twice:
             raise AnchorMismatchError(

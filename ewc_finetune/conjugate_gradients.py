@@ -1,0 +1,42 @@
+"""Linear equations of layers' weights, by preconditioned conjugate gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Map = Callable[[Tensor], Tensor]
+
+
+def solve(times: Map, right: Tensor, inverse: Map, tolerance: float, iterations: int) -> Tensor:
+    """Solve `times(X) = right` (Hestenes and Stiefel 1952, "Methods of conjugate gradients").
+
+    Args:
+        times: A linear map that is symmetric and has no negative eigenvalues.
+        right: What it is to give; where the map is zero, so is this.
+        inverse: Something near its inverse, likewise without negative eigenvalues; X has only what this gives.
+        tolerance: Stop when what is left of `right` is so much of it, by the norm of `inverse`.
+        iterations: Stop after so many at the latest.
+
+    Returns:
+        X, shaped as `right`.
+    """
+    found, residual = torch.zeros_like(right), right
+    direction = inverse(residual)
+    slope = (residual * direction).sum()
+    least = slope * tolerance**2
+    for _ in range(iterations):
+        if slope <= least:
+            break
+        image = times(direction)
+        curvature = (direction * image).sum()
+        if curvature <= 0:  # rounding: there is nothing left to gain
+            break
+        found = found + direction * (slope / curvature)
+        residual = residual - image * (slope / curvature)
+        towards = inverse(residual)
+        before, slope = slope, (residual * towards).sum()
+        direction = towards + direction * (slope / before)
+    return found
