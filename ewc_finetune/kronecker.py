@@ -82,7 +82,7 @@ class Factor(ABC):
 
         Returns:
             That, or for a share this itself, if it would take as many eigenvectors as it has rows, or half of them:
-            then it is smaller and faster whole.
+            then it is faster whole.
         """
         whole = self.eigen()
         values = whole.eigenvalues.double()
