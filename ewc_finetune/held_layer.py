@@ -13,10 +13,11 @@ from ewc_finetune.conjugate_gradients import solve
 from ewc_finetune.errors import UsageError
 from ewc_finetune.kronecker import Block
 
-# Of the implicit step of several blocks: what is left of it, and after how many steps of its own at the latest.
-_TOLERANCE, _ITERATIONS = 1e-5, 100
-# Less would be a division by zero in float32.
-_LEAST = 1e-30
+# Of the implicit step of several blocks: what is left of it, and after how many steps of its own at the latest. However
+# few they are, they bring the penalty down.
+_TOLERANCE, _ITERATIONS = 1e-4, 50
+# By how much the step may go further where nothing is held than where most is, so that rounding there stays small.
+_LEAST = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 class HeldLayer:
@@ -99,7 +100,7 @@ class HeldLayer:
         self.check_rates([lr] * len(self.trained))
         away = self._single(lr) if len(self.blocks) == 1 else self._several(lr)
         for parameter, part in self._split(away):
-            self._known(parameter.detach(), parameter, len(away)).sub_(part)
+            self._known(parameter.detach(), parameter, len(away)).sub_(part.to(self._centres[0].dtype))
 
     def _single(self, lr: float) -> Tensor:
         (block,), (difference,) = self.blocks, self._differences()
@@ -114,16 +115,21 @@ class HeldLayer:
 
     def _several(self, lr: float) -> Tensor:
         if self._eigen is None:
-            like = self._centres[0]
-            near = stand_in([block.to(like.cpu()) for block in self.blocks])
+            centre = self._centres[0]
+            near = stand_in([block.to(centre.cpu()) for block in self.blocks])
             # In numbers near 1, whatever lambda is.
             self._scale = near.largest() or 1.0
-            self._eigen = replace(near, output=near.output.scaled(1 / self._scale)).to(like)
-            self._scaled = [replace(block, output=block.output.scaled(1 / self._scale)) for block in self.blocks]
-        near, least = self._eigen, max(1 / (lr * self._scale), _LEAST)
-        pull = torch.zeros_like(max(self._centres, key=len))
+            like = centre.new_empty(0, dtype=centre.dtype if centre.device.type == "mps" else torch.float64)
+            # Rounding to float32 has left negative eigenvalues, along which the step would have no end.
+            clean = [near, *(replace(b, input=b.input.clean(), output=b.output.clean()) for b in self.blocks)]
+            scaled = [replace(b, output=b.output.scaled(1 / self._scale)).to(like) for b in clean]
+            self._eigen, *self._scaled = scaled
+        near = self._eigen
+        widest = max(self._centres, key=len)
+        pull = torch.zeros_like(widest, dtype=near.output.diagonal().dtype)
+        least = max(1 / (lr * self._scale), _LEAST[pull.dtype])
         for block, difference in zip(self._scaled, self._differences(), strict=True):
-            pull[: len(difference)] += block.times(difference)
+            pull[: len(difference)] += block.times(difference.to(pull.dtype))
         return solve(
             lambda matrix: times_sum(self._scaled, matrix).add_(matrix, alpha=least),
             pull,

@@ -74,6 +74,10 @@ class Factor(ABC):
     def eigen(self) -> Truncated:
         """Return its eigenvalues and eigenvectors."""
 
+    @abstractmethod
+    def clean(self) -> Factor:
+        """Return it without the negative eigenvalues that rounding has left; in float64, where there is such."""
+
     def truncated(self, rank: float | int) -> Factor:
         """Keep the leading eigenvectors, and the mean of the other eigenvalues for each of these.
 
@@ -199,6 +203,13 @@ class Full(Factor):
         values, vectors = torch.linalg.eigh(matrix.double() if self.size <= EXACT_EIGEN else matrix)
         return Truncated(vectors.flip(1).to(self.values), values.flip(0).clamp(min=0).to(self.values), 0.0)
 
+    def clean(self) -> Full:
+        """See `Factor`."""
+        found = self.eigen()
+        wide = torch.float32 if self.values.device.type == "mps" else torch.float64
+        vectors = found.vectors.to(wide)
+        return Full((vectors * found.eigenvalues.to(wide)) @ vectors.T)
+
 
 @dataclass(frozen=True)
 class Truncated(Factor):
@@ -264,6 +275,10 @@ class Truncated(Factor):
 
     def eigen(self) -> Truncated:
         """See `Factor`."""
+        return self
+
+    def clean(self) -> Truncated:
+        """See `Factor`; its eigenvalues are none of rounding's."""
         return self
 
     def leading(self, count: int) -> Truncated:
@@ -495,7 +510,7 @@ def check_rank(rank: Rank) -> None:
     Raises:
         UsageError: saying what was expected.
     """
-    if isinstance(rank, (int, float)):
+    if isinstance(rank, (int, float)) and not isinstance(rank, bool):
         if type(rank) is float and rank == 1:
             raise UsageError("kfac rank is 1.0; for all of the trace say full, for one eigenvector the whole number 1")
         known = 0 < rank < 1 or (rank >= 1 and float(rank).is_integer())
@@ -503,5 +518,5 @@ def check_rank(rank: Rank) -> None:
         known = rank in ("auto", "full")
     if not known:
         raise UsageError(
-            f"kfac rank is {rank}; expected auto, full, a share between 0 and 1, or a number of eigenvectors"
+            f"kfac rank is {rank!r}; expected auto, full, a share between 0 and 1, or a number of eigenvectors"
         )

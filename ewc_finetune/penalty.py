@@ -55,7 +55,7 @@ class Penalty:
             with gradients. `proximal` leaves the gradient alone and moves the parameters after the optimizer's step,
             by the implicit step of the penalty: stable at any lambda, and decoupled from the optimizer as AdamW
             decouples weight decay. It is exact, but that of several K-FAC blocks on one layer is solved by conjugate
-            gradients, to five digits.
+            gradients, to three digits.
         lineage: See `collapse`.
         growing: Parameters that may have more rows than the anchors know, which hold the first ones then.
 
@@ -363,7 +363,9 @@ def check_fit(
         own = parameters[name].shape
         grown = name in growing and own[1:] == shape[1:] and own[0] >= shape[0]
         if own != shape and not grown:
+            head = own[1:] == shape[1:]
             raise AnchorMismatchError(
                 f"{anchor.label} does not fit the model: {name} has shape {tuple(shape)} in the anchor and "
-                f"{tuple(own)} in the model. Where the new domain has classes of its own, give it --head new or expand"
+                f"{tuple(own)} in the model"
+                + (". Where the new domain has classes of its own, give it --head new or expand" if head else "")
             )

@@ -183,6 +183,7 @@ def consolidate(
                 )
         progress.note(found.path)
         fisher = {n: value.float().cpu() for n, value in found.values.items()}
+        blocks = {block.layer: block.stored(kfac_rank, kfac_dtype) for block in found.blocks}
         provenance = Provenance(
             name=name or parse(domain.name).head.partition(":")[0],
             created=_created(),
@@ -208,7 +209,7 @@ def consolidate(
             batch_size=batch_size,
             seed=seed,
             excluded=excluded,
-            importance=[asdict(layer) for layer in importance_by_layer(fisher, found.blocks, parameters)],
+            importance=[asdict(layer) for layer in importance_by_layer(fisher, blocks.values(), parameters)],
             normalisation={"statistics": "frozen", "layers": list(normalisation_layers(opened.model))},
             lineage=opened.record.lineage if lineage is None else list(lineage),
             scores=found.scores,
@@ -221,7 +222,7 @@ def consolidate(
             fisher=fisher,
             buffers=cpu_copy(_persistent_buffers(opened.model)),
             provenance=provenance,
-            blocks={block.layer: block.stored(kfac_rank, kfac_dtype) for block in found.blocks},
+            blocks=blocks,
         )
     validate(anchor)
     return anchor if output is None else anchor.save(output)
@@ -235,7 +236,10 @@ def default_output(model: str | Path) -> Path:
 def _check_kfac(curvature: Curvature, kfac_form: str, kfac_rank: Rank, kfac_dtype: str) -> None:
     check_choice("kfac form", kfac_form, KFAC_FORMS)
     if curvature != "kfac" and (kfac_form, kfac_rank, kfac_dtype) != ("expand", "auto", "float16"):
-        raise UsageError(f"form, rank and dtype are of K-FAC's factors, and the curvature is {curvature}")
+        raise UsageError(
+            f"kfac form, rank and dtype belong to the curvature kfac, and it is {curvature}; add --curvature kfac "
+            "(curvature='kfac')"
+        )
     check_rank(kfac_rank)
     check_choice("kfac dtype", kfac_dtype, KFAC_DTYPES)
 

@@ -186,6 +186,8 @@ def _curvature(origin: Provenance) -> str:
         kind = {"identity": "identity, ", "kfac": "K-FAC blocks and diagonal, "}.get(origin.curvature, "")
         stands = origin.merged.get("kfac_sum")
         faded += f", {stands} for sums of blocks" if stands else ""
+        off = max((origin.merged.get("kfac_distance") or {}).values(), default=0.0)
+        faded += f" (off by up to {off:.0%})" if off else ""
         constant = sum(origin.constant.values())
         return f"{kind}merged {form}{faded}, from {len(origin.merged['parents'])} anchors; constant {constant:.4g}"
     if origin.curvature == "identity":

@@ -92,7 +92,7 @@ def merge(
             outputs hold the first ones. What one anchor alone knows of a layer that was replaced is left out anyway.
         kfac_sum: The block for a sum of blocks: that of weighted sums of the `factors`, which keeps the trace, or the
             `nearest` by the Frobenius norm, which may let a small anchor go (see `block_sum.sum_of`).
-        kfac_rank: What is kept of its factors, as in `consolidate`.
+        kfac_rank: What is kept of its factors, as in `consolidate`, whatever was kept of the parents'.
         kfac_dtype: Likewise, in which precision.
         name: What to call it; the parents' names joined by `+` unless given.
         output: File to save the anchor to; not saved unless given.
@@ -132,7 +132,7 @@ def merge(
     used = [(parent, lam) for parent, lam in zip(parents, strengths, strict=True) if lam > 0]
     parents, strengths = [parent for parent, _ in used], [lam for _, lam in used]
     if (kfac_sum, kfac_rank, kfac_dtype) != ("factors", "auto", "float16") and not any(p.blocks for p in parents):
-        raise UsageError("no anchor has K-FAC blocks, of which sum, rank and dtype are")
+        raise UsageError("no anchor has K-FAC blocks, which kfac sum, rank and dtype are for; leave them away")
     growing = grown_parameters(parents) if head == "expand" else set()
     alike = of_one_head(parents, parents[-1].provenance.head)
     quadratic = _online(alike, strengths, growing) if online else collapse(alike, strengths, lineage, growing=growing)
