@@ -9,7 +9,6 @@ the fields of `Provenance`.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -35,7 +34,7 @@ from ewc_finetune.errors import AnchorError, NonFiniteError, StorageError
 from ewc_finetune.files import atomic_write, sha256
 from ewc_finetune.kronecker import Block
 from ewc_finetune.provenance import Provenance, read_provenance
-from ewc_finetune.tensor_file import TensorFile, opened, shapes_of
+from ewc_finetune.tensor_file import TensorFile, opened, shapes_of, sort_metadata
 
 FORMAT = "ewc-anchor"
 FORMAT_VERSION = 1
@@ -123,7 +122,7 @@ class Anchor:
             full = "No space" in str(error)
             reason = "the disk is full. Nothing was left behind" if full else str(error)
             raise StorageError(f"cannot write {path}: {reason}") from error
-        _sort_metadata(temporary)
+        sort_metadata(temporary)
         return replace(self, provenance=provenance, path=path, digest=sha256(temporary))
 
     @classmethod
@@ -343,19 +342,6 @@ def _check_format(metadata: Mapping[str, str], path: Path) -> None:
             f"{path} is an anchor of format version {version}; this ewc-finetune reads up to {FORMAT_VERSION}. "
             "Upgrade with: pip install -U ewc-finetune"
         )
-
-
-def _sort_metadata(path: Path) -> None:
-    """Put the header's metadata in order: safetensors writes them from a hash map, different every time."""
-    with path.open("r+b") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        if len(text) > length:
-            raise StorageError(f"cannot write {path}: the safetensors header grew from {length} to {len(text)} bytes")
-        file.seek(8)
-        file.write(text.ljust(length))  # the format allows trailing spaces
 
 
 def cpu_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -70,7 +70,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         for module, name, value in kept:
             setattr(module, name, value)
         for module, name, buffer, value in buffers:
-            if module._buffers.get(name) is not buffer:
+            # TorchScript gives a new object for its tensor each time it is asked.
+            if not isinstance(module, torch.jit.ScriptModule) and module._buffers.get(name) is not buffer:
                 module._buffers[name] = buffer
             if not torch.equal(buffer, value):
                 with torch.no_grad():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -13,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ewc_finetune.errors import AnchorError
+from ewc_finetune.errors import AnchorError, StorageError
 
 
 class TensorFile(Mapping[str, Tensor]):
@@ -96,3 +98,20 @@ def _state(path: Path) -> tuple[int, int]:
     except OSError as error:
         raise AnchorError(f"{path} cannot be read any more: {error.strerror}") from error
     return found.st_size, found.st_mtime_ns
+
+
+def sort_metadata(path: Path) -> None:
+    """Put the metadata of a safetensors file in order: they are written from a hash map, different every time.
+
+    Raises:
+        StorageError: if that cannot be.
+    """
+    with path.open("r+b") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) > length:
+            raise StorageError(f"cannot write {path}: the safetensors header grew from {length} to {len(text)} bytes")
+        file.seek(8)
+        file.write(text.ljust(length))  # the format allows trailing spaces

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from ewc_finetune.checkpoint.architecture import build, builds_by_itself, complete, looks_like_architecture
-from ewc_finetune.checkpoint.opening import open_model
-from ewc_finetune.checkpoint.state_dict import Record, build_model, load_checkpoint, save_checkpoint
+from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.opening import load_checkpoint, open_checkpoint, open_model
+from ewc_finetune.checkpoint.state_dict import save_state_dict
 from ewc_finetune.errors import ArchitectureError, CheckpointError, NonFiniteError, UsageError
 from ewc_finetune.models import CNN, MLP
 
@@ -28,7 +29,7 @@ def folder(tmp_path, monkeypatch):
 def save_tiny(path, record=None, dtype=torch.float32):
     torch.manual_seed(0)
     model = MLP(3, 4, 2).to(dtype)
-    save_checkpoint(path, model, record or Record(architecture=TINY, input={"shape": [3]}, lineage=[{"name": "a"}]))
+    save_state_dict(path, model, record or Record(architecture=TINY, input={"shape": [3]}, lineage=[{"name": "a"}]))
     return model
 
 
@@ -68,7 +69,7 @@ def test_half_precision_keeps_its_dtype(folder):
     save_tiny(folder / "m.pt", dtype=torch.bfloat16)
     model = open_model("m.pt").model
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    save_checkpoint(folder / "again.pt", model, open_model("m.pt").record)
+    save_state_dict(folder / "again.pt", model, open_model("m.pt").record)
     assert (folder / "again.pt").read_bytes() == (folder / "m.pt").read_bytes()
 
 
@@ -89,7 +90,7 @@ def test_tied_weights_stay_tied(folder):
         "from torch import nn\n" + __import__("inspect").getsource(TiedNet).replace("TiedNet", "Net")
     )
     record = Record(architecture="nets:Net")
-    save_checkpoint(folder / "m.pt", model, record)
+    save_state_dict(folder / "m.pt", model, record)
     found = open_model("m.pt").model
     assert found.out.weight is found.embed.weight
     assert torch.equal(found.out.weight, model.out.weight)
@@ -133,7 +134,7 @@ def test_a_pickled_module_is_refused_with_what_it_asks_for(folder):
     [
         (b"", "is empty"),
         (b"hello, this is text and no checkpoint at all", "is not a checkpoint"),
-        (b"PK\x03\x04 not really", "is not a checkpoint"),
+        (b"PK\x03\x04 not really", "is a damaged archive"),
         (b"\x80\x02}q\x00.", "is not a checkpoint"),
     ],
 )
@@ -164,7 +165,7 @@ def test_cut_archives_and_foreign_zips(folder):
         ([1, 2], "holds a list"),
         ({}, "holds an empty dict"),
         ({"epoch": 3, "state_dict": {}}, "the entry 'epoch' is a int, not a tensor"),
-        (OrderedDict(state_dict={"w": torch.ones(1)}), "'state_dict' is a dict"),
+        (OrderedDict(weights={"w": torch.ones(1)}), "'weights' is a dict"),
     ],
 )
 def test_what_is_no_state_dict(folder, content, message):
@@ -211,13 +212,13 @@ def test_an_architecture_that_does_not_fit_is_named_with_both_shapes(folder):
     with pytest.raises(
         ArchitectureError, match=r"body\.linear1\.weight has shape \(4, 3\) in the checkpoint and \(5, 3\)"
     ):
-        build_model(checkpoint, "mlp?in_features=3&hidden=5&num_classes=2")
+        open_checkpoint(checkpoint, "mlp?in_features=3&hidden=5&num_classes=2")
     with pytest.raises(
         ArchitectureError, match=r"body\.linear2\.weight .* is in the architecture but not in the checkpoint"
     ):
-        build_model(checkpoint, "mlp?in_features=3&hidden=4,4&num_classes=2")
+        open_checkpoint(checkpoint, "mlp?in_features=3&hidden=4,4&num_classes=2")
     with pytest.raises(ArchitectureError, match=r"and \d+ more"):
-        build_model(checkpoint, "cnn")
+        open_checkpoint(checkpoint, "cnn")
 
 
 def test_architectures_by_name(folder):

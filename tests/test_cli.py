@@ -506,7 +506,7 @@ def test_merge_and_inspect(ewc_ft, two):
     ewc_ft("merge", "both.safetensors", "-o", "dollar.safetensors", "--name", "costs $^$ or $$")
     ewc_ft("inspect", "dollar.safetensors", "--plot", "dollar.png")
     assert "should end in .png, .pdf, .svg" in ewc_ft("inspect", "both.safetensors", "--plot", "both", expect=2).stderr
-    ewc_ft("inspect", "model.pt", expect=1)
+    assert "format         state_dict" in ewc_ft("inspect", "model.pt").stderr
     ewc_ft("merge", "--output", "none.safetensors", expect=2)
 
 

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import pickle
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from ewc_finetune.anchor import check_model
-from ewc_finetune.checkpoint import state_dict
+from ewc_finetune.anchor import Anchor, check_model
 from ewc_finetune.checkpoint.architecture import build, complete
-from ewc_finetune.checkpoint.state_dict import Checkpoint, Record, build_model, load_checkpoint
+from ewc_finetune.checkpoint.checkpoint import Checkpoint, Record
+from ewc_finetune.checkpoint.detection import detect
+from ewc_finetune.checkpoint.exported import Exported
+from ewc_finetune.checkpoint.from_anchor import FromAnchor
+from ewc_finetune.checkpoint.pickled import Pickled
+from ewc_finetune.checkpoint.safetensors_file import SafetensorsFile
+from ewc_finetune.checkpoint.sharded import Sharded
+from ewc_finetune.checkpoint.state_dict import StateDict, find_state
+from ewc_finetune.checkpoint.torchscript import TorchScript
 from ewc_finetune.devices import random_state_kept
+from ewc_finetune.errors import CheckpointError
+from ewc_finetune.files import sha256
+
+# The formats that a file alone tells.
+_KINDS = (SafetensorsFile, Sharded, TorchScript, Exported)
 
 
 @dataclass(frozen=True)
@@ -23,47 +39,58 @@ class Opened:
         model: The module; the caller's own where a module was passed.
         label: What to call it in messages.
         record: What is known of it, its architecture included where that is known.
-        file: Name of the checkpoint file, without its folder.
-        sha256: Digest of the checkpoint file.
-        format: The format that it is to be written back in.
+        checkpoint: Where it comes from, and the way back; None for a module, and for fresh weights.
     """
 
     model: nn.Module
     label: str
     record: Record
-    file: str | None = None
-    sha256: str | None = None
-    format: str = state_dict.FORMAT
+    checkpoint: Checkpoint | None = None
+
+    @property
+    def sha256(self) -> str | None:
+        """Digest of the checkpoint file."""
+        return None if self.checkpoint is None else self.checkpoint.sha256
+
+    @property
+    def file(self) -> str | None:
+        """Name of the checkpoint file, without its folder."""
+        return None if self.checkpoint is None else Path(self.checkpoint.label).name
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a reader should know of the checkpoint."""
+        return () if self.checkpoint is None else self.checkpoint.remarks
+
+    @property
+    def format(self) -> str:
+        """The format that it is to be written back in."""
+        return StateDict.format if self.checkpoint is None else self.checkpoint.format
 
 
-def open_model(model: str | Path | nn.Module, architecture: str | None = None) -> Opened:
+def open_model(model: str | Path | nn.Module, architecture: str | None = None, *, trust_pickle: bool = False) -> Opened:
     """Open a checkpoint file (or the checkpoint within an anchor), or take a module as it is.
 
     Args:
         model: Where the weights are.
-        architecture: What to build for them; what the file carries unless given. For a module it is only recorded.
+        architecture: What to build for them; what the file carries, or the weights show, unless given. For a module it
+            is only recorded.
+        trust_pickle: Whether code in the file may run.
 
     Raises:
-        CheckpointError, ArchitectureError, AnchorError, NonFiniteError: see `load_checkpoint` and `build_model`.
+        CheckpointError, ArchitectureError, AnchorError, NonFiniteError: see `load_checkpoint` and `Checkpoint.build`.
     """
     if isinstance(model, nn.Module):
         check_model(model, "the model's ")
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         return Opened(model, type(model).__name__, Record(architecture=architecture, frozen=frozen))
-    return open_checkpoint(load_checkpoint(model), architecture)
+    return open_checkpoint(load_checkpoint(model, trust_pickle=trust_pickle), architecture)
 
 
 def open_checkpoint(checkpoint: Checkpoint, architecture: str | None = None) -> Opened:
     """Build the model of a checkpoint that is already read."""
-    module, found = build_model(checkpoint, architecture)
-    return Opened(
-        module,
-        checkpoint.label,
-        replace(checkpoint.record, architecture=found),
-        Path(checkpoint.label).name,
-        checkpoint.sha256,
-        checkpoint.format,
-    )
+    module, found = checkpoint.build(architecture)
+    return Opened(module, checkpoint.label, replace(checkpoint.record, architecture=found), checkpoint)
 
 
 def open_fresh(architecture: str, sample_shape: tuple[int, ...], num_classes: int, seed: int) -> Opened:
@@ -75,3 +102,76 @@ def open_fresh(architecture: str, sample_shape: tuple[int, ...], num_classes: in
     text = complete(architecture, sample_shape, num_classes)
     with random_state_kept(torch.device("cpu"), seed):
         return Opened(build(text, trusted=True), text, Record(architecture=text))
+
+
+def load_checkpoint(path: str | Path, *, trust_pickle: bool = False) -> Checkpoint:
+    """Read a checkpoint, or the checkpoint within an anchor, in whatever format it is.
+
+    Args:
+        path: The file, or the index of a sharded one.
+        trust_pickle: Whether a pickle may run code. None does otherwise, and no other format can.
+
+    Raises:
+        CheckpointError: if the file is missing, empty or damaged, holds no model, or asks for code to be run.
+        AnchorError: if it is an anchor that is damaged, or has weights without their program.
+    """
+    path = Path(path)
+    found = detect(path)
+    if found == "anchor":
+        return FromAnchor(Anchor.load(path))
+    for kind in _KINDS:
+        if kind.format == found:
+            return kind(path)
+    document = _load_pickle(path, trust_pickle)
+    if isinstance(document, nn.Module):
+        return Pickled(path, document)
+    keys = find_state(document, str(path))
+    remarks = (f"{path}: its weights are under {keys[0]!r}; the rest of the file is kept as it is",) if keys else ()
+    return StateDict(str(path), sha256(path), _mapping(document), keys, remarks)
+
+
+def ending_of(path: str | Path) -> str:
+    """Return how files end that are in the format of this one, or of what an anchor was made from."""
+    path = Path(path)
+    if not path.is_file():
+        return StateDict.ending
+    found: str | None = detect(path)
+    if found == "anchor":
+        found = Anchor.open(path, digest=False).provenance.checkpoint.get("format")
+        found = SafetensorsFile.format if found == Sharded.format else found  # of which an anchor makes one file
+    return next((kind.ending for kind in _KINDS if kind.format == found), StateDict.ending)
+
+
+def _mapping(document: Any) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = document
+    return found
+
+
+def _load_pickle(path: Path, trusted: bool) -> object:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's remarks on old formats are not for the user of this command
+            return torch.load(path, map_location="cpu", weights_only=not trusted)
+    except pickle.UnpicklingError as error:
+        asked = globals_asked_for(path)
+        if asked:
+            raise CheckpointError(
+                f"{path} is a pickle that asks for more than tensors ({', '.join(asked)}), which could run any code, "
+                "so it was not loaded. Where the model can be built, save its weights alone: "
+                "torch.save(model.state_dict(), path). If you know who made the file, and trust them: --trust-pickle"
+            ) from error
+        raise CheckpointError(f"{path} is not a checkpoint: it is no archive that torch.save wrote") from error
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+        raise CheckpointError(
+            f"{path} is not a checkpoint that can be read ({reason}); expected a state dict as "
+            "torch.save(model.state_dict(), path) writes it, whole"
+        ) from error
+
+
+def globals_asked_for(path: Path) -> list[str]:
+    """List what a pickle would import, as far as torch can tell without running it."""
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except Exception:  # noqa: BLE001 - damaged and legacy files, and those that are no pickles, have no list
+        return []

@@ -82,6 +82,15 @@ def _rank(text: str) -> float | str:
         raise click.BadParameter(f"{text!r} is neither auto, full, a share nor a whole number.") from None
 
 
+def trust_option(function: F) -> F:
+    """Add the option of every command that opens a checkpoint."""
+    return click.option(
+        "--trust-pickle",
+        is_flag=True,
+        help="Let code in the checkpoint run (a pickled module): only for files whose maker you know and trust.",
+    )(function)
+
+
 def storage_options(function: F) -> F:
     """Add the options of every command that stores K-FAC blocks."""
     for option in (

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ewc_finetune.choices import CURVATURES, ESTIMATORS, KFAC_FORMS, LIKELIHOODS
-from ewc_finetune.cli.command import Command, common_options, only_one, storage_options
+from ewc_finetune.cli.command import Command, common_options, only_one, storage_options, trust_option
 
 
 def _samples(text: str) -> int | str:
@@ -91,14 +91,16 @@ def _samples(text: str) -> int | str:
     show_default=True,
     help="Of the subset and the sampled labels.",
 )
+@trust_option
 @common_options
 def consolidate(
     model: str, data: str, arch: str | None, output: str | None, quiet: bool, as_json: bool, **options: Any
 ) -> None:
     """Compute the Fisher of the checkpoint MODEL and save it, with the weights, as an anchor.
 
-    The anchor stands in for the old data from then on. MODEL is a state dict (.pt), loaded without running any code.
-    The data needs no labels, but for the empirical and batched estimators.
+    The anchor stands in for the old data from then on. MODEL is a state dict (.pt, or in a trainer's file), safetensors
+    (one file, or the index of several), TorchScript or torch.export; no code in it is run. The data needs no labels,
+    but for the empirical and batched estimators.
     """
     from ewc_finetune.cli.printer import Printer, importance_table
     from ewc_finetune.verbs.consolidate import consolidate as run

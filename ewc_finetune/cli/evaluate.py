@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ewc_finetune.choices import LIKELIHOODS
-from ewc_finetune.cli.command import Command, common_options
+from ewc_finetune.cli.command import Command, common_options, trust_option
 
 
 @click.command(cls=Command)
@@ -28,6 +28,7 @@ from ewc_finetune.cli.command import Command, common_options
     help="Take the last layer from this anchor, where MODEL was fine-tuned with a new one.",
 )
 @click.option("--batch-size", type=click.IntRange(1), default=500, show_default=True, help="Samples at once.")
+@trust_option
 @common_options
 def evaluate(model: str, data: tuple[str, ...], arch: str | None, quiet: bool, as_json: bool, **options: Any) -> None:
     """Score MODEL (a checkpoint or an anchor): loss and accuracy, a row for each domain."""

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ewc_finetune.choices import HEADS, LIKELIHOODS, LINEAGES, NORM_STATS, OPTIMIZERS, PENALTY_FORMS
-from ewc_finetune.cli.command import Command, common_options, only_one
+from ewc_finetune.cli.command import Command, common_options, only_one, trust_option
 
 
 @click.command(cls=Command)
@@ -96,6 +96,7 @@ from ewc_finetune.cli.command import Command, common_options, only_one
     show_default=True,
     help="Of fresh weights, sample order and dropout.",
 )
+@trust_option
 @common_options
 def finetune(
     anchors: tuple[str, ...],

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
-from ewc_finetune.cli.command import Command, printing_options
+from ewc_finetune.cli.command import Command, printing_options, trust_option
+from ewc_finetune.errors import UsageError
 
 
 @click.command(cls=Command)
@@ -13,13 +16,32 @@ from ewc_finetune.cli.command import Command, printing_options
     "--plot", type=click.Path(dir_okay=False), help="Draw the importance of each layer: a .png, .pdf or .svg."
 )
 @click.option("--overwrite", is_flag=True, help="Replace that file if it exists.")
+@click.option("--arch", metavar="ARCH", help="Of a checkpoint: what its weights are of.")
+@trust_option
 @printing_options
-def inspect(file: str, plot: str | None, overwrite: bool, quiet: bool, as_json: bool) -> None:
-    """Say what is in the anchor FILE and where it came from; hardly more than its header is read."""
+def inspect(
+    file: str, plot: str | None, overwrite: bool, arch: str | None, trust_pickle: bool, quiet: bool, as_json: bool
+) -> None:
+    """Say what is in FILE, an anchor or a checkpoint, and where it came from.
+
+    Of an anchor hardly more than the header is read.
+    """
+    from ewc_finetune.checkpoint.detection import detect
     from ewc_finetune.cli.printer import Printer, importance_table
     from ewc_finetune.verbs.inspect import inspect as run
+    from ewc_finetune.verbs.inspect_checkpoint import inspect_checkpoint
 
     printer = Printer(quiet, as_json)
+    if detect(Path(file)) != "anchor":
+        if plot is not None:
+            raise UsageError(f"{file} is a checkpoint, which has no importance to draw; --plot is for anchors")
+        model = inspect_checkpoint(file, architecture=arch, trust_pickle=trust_pickle)
+        for key, value in model.facts:
+            printer.note(f"{key:<15}{value}")
+        printer.result(model.to_json())
+        return
+    if arch is not None or trust_pickle:
+        raise UsageError(f"{file} is an anchor; --arch and --trust-pickle are for checkpoints")
     found = run(file, plot=plot, overwrite=overwrite)
     for key, value in found.facts:
         printer.note(f"{key:<15}{value}")

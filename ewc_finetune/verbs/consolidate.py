@@ -17,8 +17,8 @@ from ewc_finetune._version import __version__
 from ewc_finetune.address import parse, suggest
 from ewc_finetune.anchor import Anchor, cpu_copy, validate
 from ewc_finetune.checkpoint.architecture import builds_by_itself
+from ewc_finetune.checkpoint.checkpoint import FROZEN
 from ewc_finetune.checkpoint.opening import open_model
-from ewc_finetune.checkpoint.state_dict import FROZEN
 from ewc_finetune.choices import (
     CURVATURES,
     ESTIMATORS,
@@ -55,6 +55,7 @@ def consolidate(
     data: Any,
     *,
     architecture: str | None = None,
+    trust_pickle: bool = False,
     name: str | None = None,
     curvature: Curvature = "diagonal",
     kfac_form: KfacForm = "expand",
@@ -86,6 +87,7 @@ def consolidate(
         data: The data it was trained on: a data spec (its train split unless it says), dataset or loader. It needs no
             labels, but for the `empirical` and `batched` estimators.
         architecture: What to build for a checkpoint that doesn't carry it; recorded in the anchor.
+        trust_pickle: Whether code in the checkpoint may run (a pickled module), which is never asked for otherwise.
         name: What to call the domain; the kind of data unless given.
         curvature: `diagonal` is the Fisher's; `kfac` takes Kronecker-factored blocks for the weights of linear maps and
             convolutions, and the diagonal for the rest; `identity` counts every parameter alike (plain L2): the data
@@ -143,7 +145,9 @@ def consolidate(
         progress.note(f"rtol {rtol:g} does nothing without samples auto")
     if batch_size < 1:
         raise UsageError(f"batch size is {batch_size}; expected at least 1")
-    opened = open_model(model, architecture)
+    opened = open_model(model, architecture, trust_pickle=trust_pickle)
+    for remark in opened.remarks:
+        progress.note(remark)
     if not isinstance(model, nn.Module) and architecture is not None and not builds_by_itself(architecture):
         progress.note(
             f"{architecture} is a function, which no file may call: give --arch again with the anchor, or name "

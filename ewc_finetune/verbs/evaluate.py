@@ -54,6 +54,7 @@ def evaluate(
     data: Any,
     *,
     architecture: str | None = None,
+    trust_pickle: bool = False,
     likelihood: LikelihoodName = "categorical",
     head: Anchor | str | Path | None = None,
     batch_size: int = 500,
@@ -68,6 +69,7 @@ def evaluate(
         data: A data spec, dataset or loader; or a list of specs or datasets; or a dict of such, by name. Specs mean
             their test split unless they say.
         architecture: What to build for a checkpoint that doesn't carry it.
+        trust_pickle: Whether code in the checkpoint may run (a pickled module).
         likelihood: How outputs become log p(y | x).
         head: An anchor whose last layer takes the place of the model's, where that was fine-tuned with a new one.
         batch_size: Samples at once.
@@ -79,7 +81,9 @@ def evaluate(
         EwcError: naming what is wrong with the model or the data.
     """
     progress = progress or Silent()
-    opened = open_model(model, architecture)
+    opened = open_model(model, architecture, trust_pickle=trust_pickle)
+    for remark in opened.remarks:
+        progress.note(remark)
     if head is not None:
         anchor = head if isinstance(head, Anchor) else Anchor.open(head)
         classes = replace(opened.record, classes=anchor.provenance.classes)

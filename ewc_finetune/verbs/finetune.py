@@ -15,8 +15,10 @@ from torch import nn
 
 from ewc_finetune.anchor import Anchor
 from ewc_finetune.checkpoint.architecture import FORMS, looks_like_architecture
-from ewc_finetune.checkpoint.opening import Opened, open_checkpoint, open_fresh, open_model
-from ewc_finetune.checkpoint.state_dict import Record, from_anchor, save_checkpoint
+from ewc_finetune.checkpoint.checkpoint import Record, check_ending
+from ewc_finetune.checkpoint.from_anchor import FromAnchor
+from ewc_finetune.checkpoint.opening import Opened, ending_of, open_checkpoint, open_fresh, open_model
+from ewc_finetune.checkpoint.state_dict import StateDict, save_state_dict
 from ewc_finetune.choices import (
     HEADS,
     LINEAGES,
@@ -95,6 +97,7 @@ def finetune(
     lineage: Lineage = "all",
     head: Head = "shared",
     architecture: str | None = None,
+    trust_pickle: bool = False,
     epochs: int = 4,
     lr: float = 1e-4,
     batch_size: int = 100,
@@ -130,6 +133,7 @@ def finetune(
             domain's classes (the old one stays in the anchor, see `evaluate`); `expand` adds outputs for labels that
             the model has none for, and holds the old ones.
         architecture: What to build for a checkpoint that doesn't carry it.
+        trust_pickle: Whether code in the checkpoint may run (a pickled module).
         epochs: Walks through the data; 0 only evaluates and writes.
         lr: Learning rate.
         batch_size: Samples a step.
@@ -143,7 +147,8 @@ def finetune(
         seed: Of fresh weights, the order of samples, and dropout.
         device: `auto`, `cpu`, `cuda` or `mps`.
         data_dir: Where downloaded data lies.
-        output: Checkpoint file to write; beside it goes the run folder, of the same name with `.run`.
+        output: Checkpoint file to write, in the format of the one that the run starts from (fresh weights and modules
+            as a state dict); beside it goes the run folder, of the same name with `.run`.
         overwrite: Whether these may be replaced.
         log_every: Steps between two lines of the log.
         progress: Told what happens.
@@ -154,16 +159,16 @@ def finetune(
             back to it, and the run folder has it as `last.pt`.
     """
     progress = progress or Silent()
+    output = None if output is None else Path(output)
     _check_numbers(epochs=epochs, lr=lr, batch_size=batch_size, momentum=momentum, log_every=log_every)
     given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
     _check_words(optimizer, penalty_form, lineage, head, norm_stats or "frozen")
-    output = None if output is None else Path(output)
-    if output is not None:
-        _check_output(output, overwrite, [model, *given])
     stacked = [item if isinstance(item, Anchor) else Anchor.open(item) for item in given]
     strengths = _strengths(lambdas, stacked)
     domain = resolve_domain(data, "train", data_dir)
-    start, fresh = _start(model, architecture, stacked, domain, seed)
+    start, fresh = _start(model, architecture, trust_pickle, stacked, domain, seed)
+    if output is not None:
+        _check_output(output, start, overwrite, [model, *given])
     policy: NormStats = norm_stats or ("update" if fresh else "frozen")
     schedule = Schedule(epochs, lr, batch_size, optimizer, momentum, policy, log_every)
     rule = get_likelihood(_likelihood(likelihood, stacked))
@@ -229,7 +234,7 @@ def finetune(
                 journal.score(epochs, steps)
             after = journal.scores
             if output is not None and folder is not None:
-                save_checkpoint(output, start.model, record)
+                (save_state_dict if start.checkpoint is None else start.checkpoint.save)(output, start.model, record)
                 draw_run(folder.path / "figure.png", journal.history, f"Fine-tuning on {domain.name}")
                 folder.finish(steps=steps, before=[asdict(s) for s in before], after=[asdict(s) for s in after])
         except BaseException as error:
@@ -253,12 +258,16 @@ def default_output(model: str | Path | None, anchors: Sequence[str | Path], data
     """Return where the checkpoint goes: beside the newest anchor, else the model, named for it and the new data."""
     source = Path(anchors[-1]) if anchors else Path(str(model).partition("?")[0].replace(":", "-"))
     stem = beside(source, "").name.removesuffix(".anchor")
-    return source.with_name(f"{stem}-{re.sub(r'[^A-Za-z0-9]+', '-', data).strip('-')}.pt")
+    ending = ending_of(model if model is not None and Path(model).is_file() else source)
+    return source.with_name(f"{stem}-{re.sub(r'[^A-Za-z0-9]+', '-', data).strip('-')}{ending}")
 
 
-def _check_output(output: Path, overwrite: bool, inputs: Sequence[object]) -> None:
+def _check_output(output: Path, start: Opened, overwrite: bool, inputs: Sequence[object]) -> None:
     """Check the checkpoint's path, and that the run folder beside it takes nothing away."""
-    check_output(output, overwrite, inputs)
+    kind = start.checkpoint or StateDict
+    for path in [output] if start.checkpoint is None else start.checkpoint.outputs(output):
+        check_output(path, overwrite, inputs)
+    check_ending(output, kind.format, kind.ending)
     folder = beside(output, ".run")
     if folder == output:
         raise UsageError(f"the output {output} would stand where its run folder goes. Let it end in .pt, say")
@@ -302,6 +311,7 @@ def _check_numbers(epochs: int, lr: float, batch_size: int, momentum: float, log
 def _start(
     model: str | Path | nn.Module | None,
     architecture: str | None,
+    trust_pickle: bool,
     anchors: Sequence[Anchor],
     domain: Domain,
     seed: int,
@@ -310,9 +320,9 @@ def _start(
     if model is None:
         if not anchors:
             raise UsageError("there is nothing to start from; name --anchors, or a --model for plain training")
-        return open_checkpoint(from_anchor(anchors[-1]), architecture), False
+        return open_checkpoint(FromAnchor(anchors[-1]), architecture), False
     if isinstance(model, nn.Module) or Path(model).is_file():
-        return open_model(model, architecture), False
+        return open_model(model, architecture, trust_pickle=trust_pickle), False
     if not looks_like_architecture(str(model)):
         raise CheckpointError(f"there is no checkpoint at {model}, and it names no architecture either: {FORMS}")
     if architecture is not None:
@@ -435,6 +445,8 @@ def _say(
 ) -> None:
     """Tell the user what the run assumes."""
     progress.note(f"starting from {'fresh weights of ' if fresh else ''}{start.label}")
+    for remark in start.remarks:
+        progress.note(remark)
     if not anchors and not fresh:
         progress.note("held by no anchor: plain training, in which the old domain may be lost")
     for anchor, strength in zip(anchors, strengths, strict=True):

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ewc_finetune.checkpoint.architecture import with_outputs
+from ewc_finetune.checkpoint.checkpoint import Record
 from ewc_finetune.checkpoint.opening import Opened
-from ewc_finetune.checkpoint.state_dict import Record
 from ewc_finetune.choices import Head
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.devices import random_state_kept

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ewc_finetune.anchor import cpu_copy
-from ewc_finetune.checkpoint.state_dict import Record, save_checkpoint
+from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.state_dict import save_state_dict
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.layout import Layout
 from ewc_finetune.likelihood import Likelihood
@@ -79,7 +80,7 @@ class Journal:
         self.undo = None
         self.score(epoch, step)
         if self.folder is not None:
-            save_checkpoint(self.folder.last, self.model, self.record, self.dtypes)
+            save_state_dict(self.folder.last, self.model, self.record, self.dtypes)
         if self.kept is not None:
             self.kept = cpu_copy(self.model.state_dict())
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from ewc_finetune._version import __version__
 from ewc_finetune.anchor import Anchor, validate
 from ewc_finetune.block_sum import centre_of, distance, sum_of
+from ewc_finetune.checkpoint.checkpoint import Record, check_ending
+from ewc_finetune.checkpoint.from_anchor import FromAnchor
 from ewc_finetune.checkpoint.opening import open_checkpoint
-from ewc_finetune.checkpoint.state_dict import Record, from_anchor, write_checkpoint
 from ewc_finetune.choices import (
     KFAC_DTYPES,
     KFAC_SUMS,
@@ -168,7 +169,7 @@ def merge(
         blocks={block.layer: block for block, _ in quadratic.blocks},
     )
     validate(merged)
-    model = None if checkpoint is None else _model(merged, parents, strengths, architecture)
+    model = None if checkpoint is None else _model(merged, parents, strengths, architecture, Path(checkpoint))
     paths = [Path(path) for path in (output, checkpoint) if path is not None]
     with atomic_writes(paths) as temporaries:
         if output is not None:
@@ -176,7 +177,8 @@ def merge(
                 merged = merged.write(temporaries[0], paths[0])
         if model is not None:
             with storage_errors(paths[-1]):
-                write_checkpoint(temporaries[-1], paths[-1], *model)
+                source, module, record = model
+                source.write(temporaries[-1], paths[-1], module, record)
     if checkpoint is not None:
         progress.note(f"{checkpoint}: the centre of the stack as a model, with the buffers of {parents[-1].label}")
     return merged
@@ -230,8 +232,6 @@ def _check_outputs(
         check_output(path, overwrite, sources)
     if outputs[0] is not None and Path(outputs[0]).suffix in (".pt", ".pth", ".ckpt", ".bin"):
         raise UsageError(f"the output {outputs[0]} is an anchor, named as a checkpoint; let it end in .safetensors")
-    if outputs[1] is not None and Path(outputs[1]).suffix == ".safetensors":
-        raise UsageError(f"the checkpoint {outputs[1]} is a state dict; let it end in .pt")
     if len({path.resolve() for path in written}) < len(written):
         raise StorageError(f"the anchor and the checkpoint cannot both be {written[0]}")
 
@@ -372,11 +372,12 @@ def _importance(quadratic: Quadratic, newest: Provenance) -> list[dict[str, Any]
 
 
 def _model(
-    merged: Anchor, parents: Sequence[Anchor], lambdas: Sequence[float], architecture: str | None
-) -> tuple[nn.Module, Record]:
+    merged: Anchor, parents: Sequence[Anchor], lambdas: Sequence[float], architecture: str | None, path: Path
+) -> tuple[FromAnchor, nn.Module, Record]:
     """Return the centre as a model, each tensor in the dtype that the newest parent has it in, and its record."""
     newest = {**parents[-1].weights, **parents[-1].buffers}
-    found = from_anchor(merged)
-    state = {name: t.to(newest[name].dtype) if name in newest else t for name, t in found.state.items()}
-    opened = open_checkpoint(replace(found, state=state), architecture)
-    return opened.model, replace(opened.record, lineage=lineage_of(parents, lambdas))
+    found = FromAnchor(merged)
+    check_ending(path, found.format, found.ending)
+    found.state = {name: t.to(newest[name].dtype) if name in newest else t for name, t in found.state.items()}
+    opened = open_checkpoint(found, architecture)
+    return found, opened.model, replace(opened.record, lineage=lineage_of(parents, lambdas))

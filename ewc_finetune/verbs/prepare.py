@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ewc_finetune.checkpoint.state_dict import Record
+from ewc_finetune.checkpoint.checkpoint import Record
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.layout import Layout, find_layout
 from ewc_finetune.errors import ArchitectureError, DataError

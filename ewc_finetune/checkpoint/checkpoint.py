@@ -1,0 +1,175 @@
+"""A checkpoint: a trained model as it was found in a file, and the way back into such a file."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ewc_finetune.errors import CheckpointError, UsageError
+from ewc_finetune.files import atomic_write
+from ewc_finetune.provenance import is_head
+
+FROZEN = "frozen (requires_grad is false)"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What ewc-ft wrote into a checkpoint about the model.
+
+    Attributes:
+        architecture: The text that builds it.
+        input: How samples are presented to it (`Layout`).
+        classes: Names of its outputs, where they are known.
+        lineage: Anchors whose penalties it was trained under: `name`, `sha256`, `lambda` of each.
+        frozen: Parameters that were not to be trained (`requires_grad` was false).
+        head: Of a model that was given a new last layer; see `Provenance`.
+    """
+
+    architecture: str | None = None
+    input: dict[str, Any] = field(default_factory=dict)
+    classes: list[str] | None = None
+    lineage: list[dict[str, Any]] = field(default_factory=list)
+    frozen: list[str] = field(default_factory=list)
+    head: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON has them."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, found: object, where: str) -> Record:
+        """Read what `to_json` gave; None is an empty record, and keys of a later version are ignored.
+
+        Raises:
+            CheckpointError: if it is damaged.
+        """
+        if found is None:
+            return cls()
+        known = {key: value for key, value in found.items() if key in _FIELDS} if isinstance(found, Mapping) else None
+        if known is None or not all(_FIELDS[key](value) for key, value in known.items()):
+            raise CheckpointError(f"{where}: what ewc-ft wrote into its metadata is damaged: {found!r:.200}")
+        return cls(**known)
+
+    @classmethod
+    def read_text(cls, text: str | bytes | None, where: str) -> Record:
+        """Read it from JSON; no text is an empty record.
+
+        Raises:
+            CheckpointError: if it is damaged.
+        """
+        try:
+            return cls.read(json.loads(text) if text else None, where)
+        except ValueError:
+            return cls.read(text, where)
+
+
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "architecture": lambda v: v is None or isinstance(v, str),
+    "input": lambda v: isinstance(v, dict) and isinstance(v.get("shape", []), list),
+    "classes": lambda v: v is None or isinstance(v, list),
+    "lineage": lambda v: isinstance(v, list) and all(isinstance(entry, dict) for entry in v),
+    "frozen": lambda v: isinstance(v, list),
+    "head": is_head,
+}
+
+
+class Checkpoint(ABC):
+    """What a file holds of a model; each format has its own.
+
+    Args:
+        label: What to call it in messages: the file.
+        sha256: Digest of the file.
+        record: What ewc-ft knows of it.
+
+    Attributes:
+        format: Name of the format.
+        ending: Of files in it.
+        remarks: What a reader should know of the file.
+    """
+
+    format: str
+    ending: str
+
+    def __init__(self, label: str, sha256: str | None, record: Record, remarks: tuple[str, ...] = ()) -> None:
+        self.label = label
+        self.sha256 = sha256
+        self.record = record
+        self.remarks = remarks
+
+    @abstractmethod
+    def build(self, architecture: str | None) -> tuple[nn.Module, str | None]:
+        """Return the model, on the CPU in eval mode with its own dtypes, and the architecture that it has.
+
+        Args:
+            architecture: Named by the user; what the file says, or its weights show, unless given.
+        """
+
+    @abstractmethod
+    def save(
+        self, path: Path, model: nn.Module, record: Record, dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> None:
+        """Write a model that `build` gave, trained on, in this format; the same model gives the same bytes.
+
+        Args:
+            path: The file.
+            model: On any device.
+            record: What is known of it.
+            dtypes: Tensors to write in another dtype than they have, by name.
+
+        Raises:
+            StorageError: if it cannot be written. Nothing is left behind then.
+        """
+
+    def outputs(self, path: Path) -> list[Path]:
+        """Return all the files that `save` writes for this one."""
+        return [path]
+
+
+class SingleFile(Checkpoint):
+    """A format of one file to a model."""
+
+    def save(
+        self, path: Path, model: nn.Module, record: Record, dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> None:
+        """See `Checkpoint`."""
+        with atomic_write(path) as temporary:
+            self.write(temporary, path, model, record, dtypes)
+
+    @abstractmethod
+    def write(
+        self,
+        temporary: Path,
+        path: Path,
+        model: nn.Module,
+        record: Record,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        """Write it into a temporary file, which is to be renamed to `path`; see `save`."""
+
+
+def check_ending(path: Path, kind: str, ending: str) -> None:
+    """Refuse a file that would be taken for one of another format.
+
+    Raises:
+        UsageError: saying what it should end in.
+    """
+    if (path.suffix == ".safetensors") != (ending == ".safetensors"):
+        raise UsageError(f"{path} is to be a checkpoint in the format {kind}; let it end in {ending}")
+
+
+def cpu_state(model: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Any]:
+    """Return a model's state dict on the CPU; what is tied in it is one tensor here too."""
+    state = model.state_dict(keep_vars=True)
+    copies = {
+        id(value): value.detach().to("cpu", (dtypes or {}).get(name, value.dtype))
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+    }
+    return {name: copies.get(id(value), value) for name, value in state.items()}

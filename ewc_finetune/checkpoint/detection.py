@@ -1,0 +1,87 @@
+"""What format a file is in, by what it holds and not by its name; nothing is loaded."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Literal
+
+from ewc_finetune.errors import CheckpointError
+
+Format = Literal["anchor", "safetensors", "sharded safetensors", "torchscript", "torch.export", "torch.save"]
+
+# Weights are stored as they are; what is packed is code, and may be far larger than the file.
+_LARGEST_PACKED = 100 << 20
+# Beyond so much an index of shards is none.
+_LARGEST_INDEX = 100 << 20
+
+
+def detect(path: Path) -> Format:
+    """Return the format of a file.
+
+    Raises:
+        CheckpointError: if it is missing, empty, or an archive that is damaged or made to do harm.
+    """
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder; expected a checkpoint file")
+    if not path.is_file():
+        raise CheckpointError(f"there is no checkpoint at {path}")
+    size = path.stat().st_size
+    if size == 0:
+        raise CheckpointError(f"{path} is empty; expected a checkpoint, as torch.save writes it")
+    with path.open("rb") as file:
+        head = file.read(9)
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < size:
+        return _of_safetensors(path)
+    if head[:1] == b"{" and size < _LARGEST_INDEX and _is_index(path):
+        return "sharded safetensors"
+    return _of_archive(path) if head[:4] == b"PK\x03\x04" else "torch.save"
+
+
+def _of_safetensors(path: Path) -> Format:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _LARGEST_INDEX:
+            raise CheckpointError(f"{path}: its safetensors header claims {length:,} bytes. Copy it again")
+        try:
+            metadata = json.loads(file.read(length)).get("__metadata__") or {}
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{path} is not a whole safetensors file. Copy it again from where it came"
+            ) from error
+    return "anchor" if isinstance(metadata, dict) and metadata.get("format") == "ewc-anchor" else "safetensors"
+
+
+def _is_index(path: Path) -> bool:
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and isinstance(found.get("weight_map"), dict)
+
+
+def _of_archive(path: Path) -> Format:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise CheckpointError(f"{path} is a damaged archive ({error}). Copy it again from where it came") from error
+    for member in members:
+        parts = Path(member.filename).parts
+        if ".." in parts or Path(member.filename).is_absolute():
+            raise CheckpointError(f"{path} was made to do harm: its archive names {member.filename!r}. Don't use it")
+    packed = sum(member.file_size for member in members if member.compress_type != zipfile.ZIP_STORED)
+    if packed > _LARGEST_PACKED:
+        raise CheckpointError(
+            f"{path} was made to do harm, or not by torch: {packed:,} bytes of its archive are packed, where torch "
+            "packs code alone. Save the model again with torch.save"
+        )
+    inside = {"/".join(Path(member.filename).parts[1:]) for member in members}
+    if any(name.startswith("models/") and name.endswith(".json") for name in inside) or (
+        "serialized_exported_program.json" in {Path(member.filename).name for member in members}
+    ):
+        return "torch.export"
+    if "constants.pkl" in inside and any(name.startswith("code/") for name in inside):
+        return "torchscript"
+    return "torch.save"

@@ -1,0 +1,68 @@
+"""The checkpoint that an anchor was made from: its weights, in the format that they came in."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ewc_finetune.anchor import Anchor
+from ewc_finetune.checkpoint.checkpoint import FROZEN, Record, SingleFile, cpu_state
+from ewc_finetune.checkpoint.safetensors_file import RECORD, SafetensorsFile, write_safetensors
+from ewc_finetune.checkpoint.sharded import Sharded
+from ewc_finetune.checkpoint.state_dict import StateDict, write_state_dict
+from ewc_finetune.checkpoint.weights import Weights
+from ewc_finetune.errors import AnchorError
+
+_WITHOUT_PROGRAM = (StateDict.format, SafetensorsFile.format, Sharded.format)
+
+
+class FromAnchor(Weights, SingleFile):
+    """The weights in an anchor, written as a plain state dict or as one safetensors file.
+
+    Args:
+        anchor: Where they are.
+
+    Raises:
+        AnchorError: if they came with a program of their own, which an anchor does not have.
+    """
+
+    def __init__(self, anchor: Anchor) -> None:
+        origin = anchor.provenance.checkpoint
+        source = origin.get("format") or StateDict.format
+        if source not in _WITHOUT_PROGRAM:
+            raise AnchorError(
+                f"{anchor.label} comes from a {source} checkpoint, whose program it does not have. Name the "
+                f"checkpoint too: --model {origin.get('file') or 'FILE'}"
+            )
+        self.format = StateDict.format if source == StateDict.format else SafetensorsFile.format
+        self.ending = StateDict.ending if source == StateDict.format else SafetensorsFile.ending
+        record = Record(
+            architecture=origin.get("architecture"),
+            input=anchor.provenance.input,
+            classes=anchor.provenance.classes,
+            lineage=anchor.provenance.lineage,
+            frozen=[name for name, reason in anchor.provenance.excluded.items() if reason == FROZEN],
+            head=anchor.provenance.head,
+        )
+        state = {**anchor.weights, **anchor.buffers}
+        super().__init__(anchor.label, origin.get("sha256"), record, state)
+
+    def write(
+        self,
+        temporary: Path,
+        path: Path,
+        model: nn.Module,
+        record: Record,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        """See `Checkpoint`."""
+        if self.format == StateDict.format:
+            write_state_dict(temporary, path, model, record, dtypes)
+        else:
+            text = json.dumps(record.to_json(), sort_keys=True)
+            write_safetensors(temporary, path, OrderedDict(cpu_state(model, dtypes)), {"format": "pt", RECORD: text})

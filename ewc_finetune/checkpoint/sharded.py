@@ -1,0 +1,77 @@
+"""Weights in several safetensors files with an index of which has which, as the Hub has large models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ewc_finetune.checkpoint.checkpoint import Record, cpu_state
+from ewc_finetune.checkpoint.safetensors_file import RECORD, read_safetensors, write_safetensors
+from ewc_finetune.checkpoint.weights import Weights, merged
+from ewc_finetune.errors import CheckpointError, UsageError
+from ewc_finetune.files import atomic_writes, sha256, storage_errors
+
+_INDEX = ".safetensors.index.json"
+
+
+class Sharded(Weights):
+    """The weights that an index names; it is the file that is read and written, its shards lie beside it.
+
+    Args:
+        path: The index.
+    """
+
+    format = "sharded safetensors"
+    ending = _INDEX
+
+    def __init__(self, path: Path) -> None:
+        self._index: dict[str, Any] = json.loads(path.read_bytes())
+        self._shards: list[tuple[str, dict[str, str]]] = []
+        state: dict[str, Tensor] = {}
+        for name in dict.fromkeys(self._index["weight_map"].values()):
+            if not isinstance(name, str) or Path(name).name != name:
+                raise CheckpointError(f"{path} names a shard {name!r}, which is no file beside it")
+            if not (path.parent / name).is_file():
+                raise CheckpointError(f"{path} names {name}, which is not beside it. Copy all of its files")
+            tensors, metadata = read_safetensors(path.parent / name)
+            self._shards.append((name, metadata))
+            state |= tensors
+        missing = [name for name in self._index["weight_map"] if name not in state]
+        if missing:
+            raise CheckpointError(f"{path}: {missing[0]} is not in the file that should have it. Copy all files again")
+        state = {name: state[name] for name in self._index["weight_map"]}
+        text = self._shards[0][1].get(RECORD) if self._shards else None
+        super().__init__(str(path), sha256(path), Record.read_text(text, str(path)), state)
+
+    def outputs(self, path: Path) -> list[Path]:
+        """See `Checkpoint`."""
+        if not path.name.endswith(_INDEX):
+            raise UsageError(f"the output {path} is an index of shards; let it end in {_INDEX}")
+        stem, count = path.name.removesuffix(_INDEX), len(self._shards)
+        return [
+            *(path.with_name(f"{stem}-{n:05}-of-{count:05}.safetensors") for n in range(1, count + 1)),
+            path,
+        ]
+
+    def save(
+        self, path: Path, model: nn.Module, record: Record, dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> None:
+        """See `Checkpoint`; every tensor stays in the shard that it was in."""
+        state = merged(self.state, self.prefix, cpu_state(model, dtypes))
+        *shards, index = self.outputs(path)
+        names = {name: shard.name for (name, _), shard in zip(self._shards, shards, strict=True)}
+        weight_map = {tensor: names[shard] for tensor, shard in self._index["weight_map"].items()}
+        with atomic_writes([*shards, index]) as temporaries:
+            for number, ((_, metadata), shard) in enumerate(zip(self._shards, shards, strict=True)):
+                own = {name: state[name] for name, place in weight_map.items() if place == shard.name}
+                known = {RECORD: json.dumps(record.to_json(), sort_keys=True)} if number == 0 else {}
+                with storage_errors(shard):
+                    write_safetensors(temporaries[number], shard, own, metadata | known)
+            with storage_errors(index):
+                text = json.dumps({**self._index, "weight_map": weight_map}, indent=2)
+                temporaries[-1].write_text(text + "\n", encoding="utf-8")

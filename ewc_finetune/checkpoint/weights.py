@@ -1,0 +1,145 @@
+"""Checkpoints of weights alone, by name: the model that they are of is built from an architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ewc_finetune.anchor import check_model
+from ewc_finetune.checkpoint.architecture import FORMS, build
+from ewc_finetune.checkpoint.checkpoint import Checkpoint, Record
+from ewc_finetune.checkpoint.recognition import COUNTS, recognise
+from ewc_finetune.errors import ArchitectureError, CheckpointError
+
+# What wrappers put before names: DataParallel, torch.compile, Lightning and others that keep the model as an attribute.
+PREFIXES = ("module.", "_orig_mod.", "model.")
+
+
+class Weights(Checkpoint):
+    """Weights by name.
+
+    Args:
+        label: See `Checkpoint`.
+        sha256: Likewise.
+        record: Likewise.
+        state: Parameters and buffers, on the CPU.
+        remarks: See `Checkpoint`.
+
+    Attributes:
+        prefix: What stands before the model's own names in `state`; known once the model is built.
+    """
+
+    def __init__(
+        self, label: str, sha256: str | None, record: Record, state: Mapping[str, Tensor], remarks: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(label, sha256, record, remarks)
+        self.state = state
+        self.prefix = ""
+
+    def build(self, architecture: str | None) -> tuple[nn.Module, str | None]:
+        """See `Checkpoint`.
+
+        Raises:
+            ArchitectureError: if none is known or it does not fit, naming the first parameters and both shapes.
+            CheckpointError: if weights are integers (quantized), or tied ones contradict each other.
+            NonFiniteError: if a weight is NaN or infinite.
+        """
+        text = architecture or self.record.architecture
+        if text is None:
+            text, self.prefix = self._recognised()
+            model = build(text, trusted=True)
+            self.remarks += (f"{self.label}: its weights are those of {text}",)
+        else:
+            model = build(text, trusted=architecture is not None)
+            self.prefix = self._fitting(model)
+        own = _without(self.state, self.prefix)
+        _fit(model, own, self.label, text)
+        if self.prefix:
+            rest = len(self.state) - len(own)
+            left = f"; {rest} tensors with other names stay as they are" if rest else ""
+            self.remarks += (f"{self.label}: its names stand behind {self.prefix!r}{left}",)
+        check_model(model, f"{self.label}: ")
+        for name, parameter in model.named_parameters():
+            if name in self.record.frozen:
+                parameter.requires_grad_(False)
+        return model.eval(), text
+
+    def _recognised(self) -> tuple[str, str]:
+        for prefix in prefixes(self.state):
+            found = recognise({name: tensor.shape for name, tensor in _without(self.state, prefix).items()})
+            if found is not None:
+                return found, prefix
+        raise ArchitectureError(
+            f"{self.label} does not say what architecture its weights belong to, and they are none of torchvision's. "
+            f"Name it with --arch: {FORMS}"
+        )
+
+    def _fitting(self, model: nn.Module) -> str:
+        """Return the prefix behind which the names are the model's."""
+        wanted = set(model.state_dict(keep_vars=True))
+        candidates = list(prefixes(self.state))
+        return max(candidates, key=lambda prefix: len(wanted & _without(self.state, prefix).keys()))
+
+
+def prefixes(names: Sequence[str] | Mapping[str, object]) -> Iterator[str]:
+    """Go through what may stand before a model's own names: nothing first, then what wrappers put there."""
+    yield ""
+    for prefix in PREFIXES:
+        inner = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        if inner:
+            yield from (prefix + deeper for deeper in prefixes(inner))
+
+
+def _without(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the weights behind a prefix, by their names without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+
+
+def merged(state: Mapping[str, Tensor], prefix: str, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return all of a file's weights in its own order, the trained ones in their place."""
+    return {
+        name: trained.get(name.removeprefix(prefix), value) if name.startswith(prefix) else value
+        for name, value in state.items()
+    }
+
+
+def _fit(model: nn.Module, state: Mapping[str, Tensor], label: str, architecture: str) -> None:
+    """Load the weights, each in the dtype it has in the checkpoint, or say what does not fit."""
+    slots = dict(model.state_dict(keep_vars=True))
+    present = {id(slots[name]) for name in state if name in slots}
+    problems = []
+    for name, value in state.items():
+        if name not in slots:
+            problems.append(f"{name} {tuple(value.shape)} is in the checkpoint but not in the architecture")
+        elif slots[name].shape != value.shape:
+            problems.append(
+                f"{name} has shape {tuple(value.shape)} in the checkpoint and {tuple(slots[name].shape)} in the "
+                "architecture"
+            )
+    # A tied parameter may be stored under one of its names alone.
+    problems += [
+        f"{name} {tuple(slot.shape)} is in the architecture but not in the checkpoint"
+        for name, slot in slots.items()
+        if name not in state and id(slot) not in present and not name.endswith(COUNTS)
+    ]
+    if problems:
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ArchitectureError(
+            f"the architecture {architecture} does not fit {label}: {'; '.join(problems[:3])}{more}. "
+            "Name the right one with --arch"
+        )
+    filled: dict[int, str] = {}
+    for name, value in state.items():
+        slot = slots[name]
+        other = filled.setdefault(id(slot), name)
+        if other != name and not torch.equal(state[other], value):
+            raise CheckpointError(f"{label}: {other} and {name} differ, but are one tied parameter in {architecture}")
+        if slot.is_floating_point() and not value.is_floating_point():
+            raise CheckpointError(
+                f"{label}: {name} is {value.dtype}; quantized and integer weights cannot be trained. "
+                "Use the checkpoint from before quantization"
+            )
+        slot.data = slot.data.to(value.dtype)
+    model.load_state_dict(state, strict=False)
