@@ -163,7 +163,9 @@ def outputs(model, inputs):
         return model(inputs)
 
 
-@pytest.mark.parametrize("build", [small, resnet, mobilenet])
+@pytest.mark.parametrize(
+    "build", [small, pytest.param(resnet, marks=pytest.mark.slow), pytest.param(mobilenet, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_in_and_out(tmp_path, kind, build):
     """Zero steps change no output; some steps give what the run had, read by the format's own library."""
@@ -171,15 +173,15 @@ def test_in_and_out(tmp_path, kind, build):
     torch.manual_seed(0)
     model = build()
     save(model, tmp_path / file)
-    inputs = example(model, 12)
-    data = TensorDataset(inputs, torch.arange(12) % 3)
+    inputs = example(model, 6)
+    data = TensorDataset(inputs, torch.arange(6) % 3)
     arch = None if kind in PROGRAMS or build is not small else "conftest:Small"
     expected = outputs(model, inputs)
     opened = open_model(tmp_path / file, arch, trust_pickle=kind == "pickled")
     torch.testing.assert_close(outputs(opened.model, inputs), expected)
     folder = tmp_path / "out"
     folder.mkdir()
-    options = {"architecture": arch, "trust_pickle": kind == "pickled", "eval_on": [], "batch_size": 6}
+    options = {"architecture": arch, "trust_pickle": kind == "pickled", "eval_on": [], "batch_size": 3}
     ewc.finetune(tmp_path / file, data, epochs=0, output=folder / file, **options)
     before, again = read(tmp_path / file, build()), read(folder / file, build())
     assert torch.equal(outputs(again, inputs), outputs(before, inputs))
