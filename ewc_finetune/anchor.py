@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ewc_finetune.block_file import (
@@ -30,11 +28,11 @@ from ewc_finetune.block_file import (
     sizes_of,
     to_tensors,
 )
-from ewc_finetune.errors import AnchorError, NonFiniteError, StorageError
+from ewc_finetune.errors import AnchorError, NonFiniteError
 from ewc_finetune.files import atomic_write, sha256
 from ewc_finetune.kronecker import Block
 from ewc_finetune.provenance import Provenance, read_provenance
-from ewc_finetune.tensor_file import TensorFile, opened, shapes_of, sort_metadata
+from ewc_finetune.tensor_file import TensorFile, opened, shapes_of, write_tensors
 
 FORMAT = "ewc-anchor"
 FORMAT_VERSION = 1
@@ -116,13 +114,7 @@ class Anchor:
             "format_version": str(FORMAT_VERSION),
             "anchor": json.dumps(asdict(provenance), sort_keys=True),
         }
-        try:
-            save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, temporary, metadata)
-        except SafetensorError as error:
-            full = "No space" in str(error)
-            reason = "the disk is full. Nothing was left behind" if full else str(error)
-            raise StorageError(f"cannot write {path}: {reason}") from error
-        sort_metadata(temporary)
+        write_tensors(temporary, path, tensors, metadata)
         return replace(self, provenance=provenance, path=path, digest=sha256(temporary))
 
     @classmethod

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ewc_finetune.errors import AnchorError, StorageError
@@ -100,7 +101,35 @@ def _state(path: Path) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-def sort_metadata(path: Path) -> None:
+def write_tensors(temporary: Path, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file, of which the same content gives the same bytes.
+
+    Args:
+        temporary: Where it is written.
+        path: What it is to be renamed to, for messages.
+        tensors: On any device; those that share memory are written under each of their names.
+        metadata: Texts by name.
+
+    Raises:
+        StorageError: if it cannot be written.
+    """
+    separate = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        whole = tensor.detach().cpu().contiguous()
+        separate[name] = whole.clone() if whole.data_ptr() in seen else whole
+        seen.add(whole.data_ptr())
+    try:
+        save_file(separate, temporary, dict(metadata))
+    except SafetensorError as error:
+        full = "No space" in str(error)
+        reason = "the disk is full. Nothing was left behind" if full else str(error)
+        raise StorageError(f"cannot write {path}: {reason}") from error
+    if metadata:
+        _sort_metadata(temporary)
+
+
+def _sort_metadata(path: Path) -> None:
     """Put the metadata of a safetensors file in order: they are written from a hash map, different every time.
 
     Raises:

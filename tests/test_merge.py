@@ -279,7 +279,9 @@ def test_inputs_are_never_overwritten(tmp_path):
         ewc.merge([a.path], output=tmp_path / "x", checkpoint=tmp_path / "x")
 
 
-@pytest.mark.parametrize("failing", ["anchor.save_file", "anchor.sort_metadata", "checkpoint.state_dict.torch.save"])
+@pytest.mark.parametrize(
+    "failing", ["tensor_file.save_file", "tensor_file._sort_metadata", "checkpoint.state_dict.torch.save"]
+)
 def test_an_interrupted_merge_leaves_neither_anchor_nor_checkpoint(tmp_path, monkeypatch, failing):
     data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.arange(8) % 3)
     start = ewc.finetune("mlp?in_features=4&num_classes=3&hidden=4", data, epochs=0, output=tmp_path / "m.pt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -42,6 +43,10 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON has them."""
         return asdict(self)
+
+    def to_text(self) -> str:
+        """Return the fields as text."""
+        return json.dumps(self.to_json(), sort_keys=True)
 
     @classmethod
     def read(cls, found: object, where: str) -> Record:
@@ -140,18 +145,11 @@ class SingleFile(Checkpoint):
     ) -> None:
         """See `Checkpoint`."""
         with atomic_write(path) as temporary:
-            self.write(temporary, path, model, record, dtypes)
+            self.write(temporary, path, cpu_state(model, dtypes), record)
 
     @abstractmethod
-    def write(
-        self,
-        temporary: Path,
-        path: Path,
-        model: nn.Module,
-        record: Record,
-        dtypes: Mapping[str, torch.dtype] | None = None,
-    ) -> None:
-        """Write it into a temporary file, which is to be renamed to `path`; see `save`."""
+    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
+        """Write a model's state (`cpu_state`) into a temporary file, which is to be renamed to `path`; see `save`."""
 
 
 def check_ending(path: Path, kind: str, ending: str) -> None:
@@ -164,12 +162,14 @@ def check_ending(path: Path, kind: str, ending: str) -> None:
         raise UsageError(f"{path} is to be a checkpoint in the format {kind}; let it end in {ending}")
 
 
-def cpu_state(model: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Any]:
-    """Return a model's state dict on the CPU; what is tied in it is one tensor here too."""
+def cpu_state(model: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None) -> OrderedDict[str, Any]:
+    """Return a model's state dict on the CPU, some tensors in another dtype; what is tied is one tensor here too."""
     state = model.state_dict(keep_vars=True)
     copies = {
         id(value): value.detach().to("cpu", (dtypes or {}).get(name, value.dtype))
         for name, value in state.items()
         if isinstance(value, Tensor)
     }
-    return {name: copies.get(id(value), value) for name, value in state.items()}
+    found = OrderedDict((name, copies.get(id(value), value)) for name, value in state.items())
+    found._metadata = getattr(state, "_metadata", OrderedDict())  # type: ignore[attr-defined]
+    return found

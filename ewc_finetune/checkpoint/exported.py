@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import io
-import json
-from collections.abc import Mapping
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ewc_finetune.anchor import check_model
-from ewc_finetune.checkpoint.checkpoint import Record, SingleFile, cpu_state
-from ewc_finetune.checkpoint.torchscript import refuse_architecture, silent
+from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.program import RECORD, Program, silent
 from ewc_finetune.errors import ArchitectureError, CheckpointError
-from ewc_finetune.files import sha256
-
-_KEY = "ewc_ft.json"
 
 
-class Exported(SingleFile):
+class Exported(Program):
     """An archive that `torch.export.save` wrote.
 
     Args:
@@ -30,10 +25,14 @@ class Exported(SingleFile):
     format = "torch.export"
     ending = ".pt2"
 
+    what = "an exported graph"
+
     def __init__(self, path: Path) -> None:
         extra, self._program = _load(path)
-        self._path = path
-        super().__init__(str(path), sha256(path), Record.read_text(extra.get(_KEY), str(path)))
+        module = self._program.module()
+        # A graph has one mode, and refuses to be asked for another.
+        module.train = module.eval = lambda mode=True: module  # type: ignore[method-assign, misc]
+        super().__init__(path, module, Record.read_text(extra.get(RECORD), str(path)))
 
     def build(self, architecture: str | None) -> tuple[nn.Module, str | None]:
         """See `Checkpoint`.
@@ -43,36 +42,19 @@ class Exported(SingleFile):
                 architecture is named for it.
             NonFiniteError: if a weight is NaN or infinite.
         """
-        refuse_architecture(architecture, self.label, "an exported graph")
         _check_batch(self._program, self.label)
         found = _baked_in(self._program, self.label)
         if found:
             self.remarks += (f"{self.label}: exported in eval mode; {' and '.join(found)}, in training too",)
-        module = self._program.module()
-        # A graph has one mode, and refuses to be asked for another.
-        module.train = module.eval = lambda mode=True: module  # type: ignore[method-assign, misc]
-        if not any(True for _ in module.parameters()):
-            raise ArchitectureError(f"{self.label} has no parameters, so there is nothing to train in it")
-        check_model(module, f"{self.label}: ")
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_(name not in self.record.frozen)
-        return module, None
+        return super().build(architecture)
 
-    def write(
-        self,
-        temporary: Path,
-        path: Path,
-        model: nn.Module,
-        record: Record,
-        dtypes: Mapping[str, torch.dtype] | None = None,
-    ) -> None:
+    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
         """See `Checkpoint`."""
-        extra, program = _load(self._path)
-        trained = cpu_state(model, dtypes)
+        extra, program = _load(self.path)
         with torch.no_grad():
             for name, tensor in program.state_dict.items():
-                tensor.copy_(trained[name])
-        extra[_KEY] = json.dumps(record.to_json(), sort_keys=True)
+                tensor.copy_(state[name])
+        extra[RECORD] = record.to_text()
         buffer = io.BytesIO()
         with silent():
             torch.export.save(program, buffer, extra_files=extra)
@@ -80,7 +62,7 @@ class Exported(SingleFile):
 
 
 def _load(path: Path) -> tuple[dict[str, Any], torch.export.ExportedProgram]:
-    extra = {_KEY: ""}
+    extra = {RECORD: ""}
     try:
         with silent():
             program = torch.export.load(path, extra_files=extra)

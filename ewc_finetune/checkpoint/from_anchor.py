@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
-from collections.abc import Mapping
 from pathlib import Path
-
-import torch
-from torch import nn
+from typing import Any
 
 from ewc_finetune.anchor import Anchor
-from ewc_finetune.checkpoint.checkpoint import FROZEN, Record, SingleFile, cpu_state
-from ewc_finetune.checkpoint.safetensors_file import RECORD, SafetensorsFile, write_safetensors
+from ewc_finetune.checkpoint.checkpoint import FROZEN, Record, SingleFile
+from ewc_finetune.checkpoint.safetensors_file import RECORD, SafetensorsFile
 from ewc_finetune.checkpoint.sharded import Sharded
 from ewc_finetune.checkpoint.state_dict import StateDict, write_state_dict
 from ewc_finetune.checkpoint.weights import Weights
 from ewc_finetune.errors import AnchorError
+from ewc_finetune.tensor_file import write_tensors
 
 _WITHOUT_PROGRAM = (StateDict.format, SafetensorsFile.format, Sharded.format)
 
@@ -52,17 +49,9 @@ class FromAnchor(Weights, SingleFile):
         state = {**anchor.weights, **anchor.buffers}
         super().__init__(anchor.label, origin.get("sha256"), record, state)
 
-    def write(
-        self,
-        temporary: Path,
-        path: Path,
-        model: nn.Module,
-        record: Record,
-        dtypes: Mapping[str, torch.dtype] | None = None,
-    ) -> None:
+    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
         """See `Checkpoint`."""
         if self.format == StateDict.format:
-            write_state_dict(temporary, path, model, record, dtypes)
+            write_state_dict(temporary, path, state, record)
         else:
-            text = json.dumps(record.to_json(), sort_keys=True)
-            write_safetensors(temporary, path, OrderedDict(cpu_state(model, dtypes)), {"format": "pt", RECORD: text})
+            write_tensors(temporary, path, state, {"format": "pt", RECORD: record.to_text()})

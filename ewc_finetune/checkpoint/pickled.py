@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ewc_finetune.anchor import check_model
-from ewc_finetune.checkpoint.checkpoint import Record, SingleFile
+from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.program import Program
 from ewc_finetune.checkpoint.state_dict import save_object
-from ewc_finetune.checkpoint.torchscript import refuse_architecture
-from ewc_finetune.files import sha256
 
 _KEY = "_ewc_ft"
 
 
-class Pickled(SingleFile):
+class Pickled(Program):
     """A module that was pickled whole.
 
     Args:
@@ -27,39 +26,23 @@ class Pickled(SingleFile):
 
     format = "pickled module"
     ending = ".pt"
+    what = "a pickled module"
 
     def __init__(self, path: Path, module: nn.Module) -> None:
-        self._module = module
-        super().__init__(str(path), sha256(path), Record.read(getattr(module, _KEY, None), str(path)))
+        record = Record.read(getattr(module, _KEY, None), str(path))
+        frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+        super().__init__(path, module, replace(record, frozen=frozen))
 
-    def build(self, architecture: str | None) -> tuple[nn.Module, str | None]:
-        """See `Checkpoint`.
-
-        Raises:
-            ArchitectureError: if an architecture is named for it.
-            NonFiniteError: if a weight is NaN or infinite.
-        """
-        refuse_architecture(architecture, self.label, "a pickled module")
-        check_model(self._module, f"{self.label}: ")
-        return self._module.eval(), None
-
-    def write(
-        self,
-        temporary: Path,
-        path: Path,
-        model: nn.Module,
-        record: Record,
-        dtypes: Mapping[str, torch.dtype] | None = None,
-    ) -> None:
+    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
         """See `Checkpoint`."""
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        before = {name: tensor.dtype for name, tensor in model.state_dict(keep_vars=True).items()}
-        setattr(model, _KEY, record.to_json())
+        setattr(self.module, _KEY, record.to_json())
+        # The module itself is what is pickled: its tensors are those of the state for as long as that takes.
+        tensors = {n: t for n, t in self.module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+        before = {name: tensor.data for name, tensor in tensors.items()}
         try:
-            for name, tensor in model.cpu().state_dict(keep_vars=True).items():
-                tensor.data = tensor.data.to((dtypes or {}).get(name, tensor.dtype))
-            save_object(temporary, path, model)
+            for name, tensor in tensors.items():
+                tensor.data = state[name]
+            save_object(temporary, path, self.module)
         finally:
-            for name, tensor in model.state_dict(keep_vars=True).items():
-                tensor.data = tensor.data.to(before[name])
-            model.to(device)
+            for name, tensor in tensors.items():
+                tensor.data = before[name]

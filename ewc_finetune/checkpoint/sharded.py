@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ewc_finetune.checkpoint.checkpoint import Record, cpu_state
-from ewc_finetune.checkpoint.safetensors_file import RECORD, read_safetensors, write_safetensors
+from ewc_finetune.checkpoint.safetensors_file import RECORD, read_safetensors
 from ewc_finetune.checkpoint.weights import Weights, merged
 from ewc_finetune.errors import CheckpointError, UsageError
 from ewc_finetune.files import atomic_writes, sha256, storage_errors
+from ewc_finetune.tensor_file import write_tensors
 
 _INDEX = ".safetensors.index.json"
 
@@ -69,9 +70,9 @@ class Sharded(Weights):
         with atomic_writes([*shards, index]) as temporaries:
             for number, ((_, metadata), shard) in enumerate(zip(self._shards, shards, strict=True)):
                 own = {name: state[name] for name, place in weight_map.items() if place == shard.name}
-                known = {RECORD: json.dumps(record.to_json(), sort_keys=True)} if number == 0 else {}
+                known = {RECORD: record.to_text()} if number == 0 else {}
                 with storage_errors(shard):
-                    write_safetensors(temporaries[number], shard, own, metadata | known)
+                    write_tensors(temporaries[number], shard, own, metadata | known)
             with storage_errors(index):
                 text = json.dumps({**self._index, "weight_map": weight_map}, indent=2)
                 temporaries[-1].write_text(text + "\n", encoding="utf-8")

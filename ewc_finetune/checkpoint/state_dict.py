@@ -55,20 +55,11 @@ class StateDict(Weights, SingleFile):
         self._document = document
         self._path = path
 
-    def write(
-        self,
-        temporary: Path,
-        path: Path,
-        model: nn.Module,
-        record: Record,
-        dtypes: Mapping[str, torch.dtype] | None = None,
-    ) -> None:
+    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
         """See `Checkpoint`; all else that the file held stays as it was."""
-        own = model.state_dict()
-        trained = cpu_state(model, dtypes)
-        state = OrderedDict(merged(self.state, self.prefix, trained))
-        metadata = getattr(self.state, "_metadata", None) or getattr(own, "_metadata", None) or OrderedDict()
-        save_state(temporary, path, state, metadata, record, self._document, self._path)
+        found = OrderedDict(merged(self.state, self.prefix, state))
+        found._metadata = getattr(self.state, "_metadata", None) or state._metadata  # type: ignore[attr-defined]
+        write_state_dict(temporary, path, found, record, self._document, self._path)
 
 
 def find_state(document: object, label: str) -> tuple[str, ...]:
@@ -108,33 +99,25 @@ def save_state_dict(
 ) -> None:
     """Write a model as a plain state dict that carries `record`; see `Checkpoint.save`."""
     with atomic_write(path) as temporary:
-        write_state_dict(temporary, path, model, record, dtypes)
+        write_state_dict(temporary, path, cpu_state(model, dtypes), record)
 
 
 def write_state_dict(
-    temporary: Path, path: Path, model: nn.Module, record: Record, dtypes: Mapping[str, torch.dtype] | None = None
-) -> None:
-    """Write a model as a plain state dict that carries `record`, into a file that is to be renamed to `path`."""
-    state = model.state_dict(keep_vars=True)
-    metadata = getattr(state, "_metadata", OrderedDict())
-    save_state(temporary, path, OrderedDict(cpu_state(model, dtypes)), metadata, record)
-
-
-def save_state(
     temporary: Path,
     path: Path,
     state: OrderedDict[str, Any],
-    metadata: Mapping[str, Any],
     record: Record,
     document: Mapping[str, Any] | None = None,
     within: tuple[str, ...] = (),
 ) -> None:
-    """Save a state dict with its metadata and record, within a document where there is one.
+    """Write a state dict that carries `record`, within a document where there is one; see `SingleFile.write`.
 
     Raises:
         StorageError: if it cannot be written.
     """
-    state._metadata = OrderedDict({**metadata, _KEY: record.to_json()})  # type: ignore[attr-defined]
+    metadata = OrderedDict({**state._metadata, _KEY: record.to_json()})  # type: ignore[attr-defined]
+    state = OrderedDict(state)
+    state._metadata = metadata  # type: ignore[attr-defined]
     saved: Any = state
     if document is not None and within:
         (key,) = within

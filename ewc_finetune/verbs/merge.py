@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ewc_finetune._version import __version__
 from ewc_finetune.anchor import Anchor, validate
 from ewc_finetune.block_sum import centre_of, distance, sum_of
-from ewc_finetune.checkpoint.checkpoint import Record, check_ending
+from ewc_finetune.checkpoint.checkpoint import Record, check_ending, cpu_state
 from ewc_finetune.checkpoint.from_anchor import FromAnchor
 from ewc_finetune.checkpoint.opening import open_checkpoint
 from ewc_finetune.choices import (
@@ -178,7 +178,7 @@ def merge(
         if model is not None:
             with storage_errors(paths[-1]):
                 source, module, record = model
-                source.write(temporaries[-1], paths[-1], module, record)
+                source.write(temporaries[-1], paths[-1], cpu_state(module), record)
     if checkpoint is not None:
         progress.note(f"{checkpoint}: the centre of the stack as a model, with the buffers of {parents[-1].label}")
     return merged
@@ -376,8 +376,11 @@ def _model(
 ) -> tuple[FromAnchor, nn.Module, Record]:
     """Return the centre as a model, each tensor in the dtype that the newest parent has it in, and its record."""
     newest = {**parents[-1].weights, **parents[-1].buffers}
-    found = FromAnchor(merged)
+    weights, buffers = (
+        {name: t.to(newest[name].dtype) if name in newest else t for name, t in part.items()}
+        for part in (merged.weights, merged.buffers)
+    )
+    found = FromAnchor(replace(merged, weights=weights, buffers=buffers))
     check_ending(path, found.format, found.ending)
-    found.state = {name: t.to(newest[name].dtype) if name in newest else t for name, t in found.state.items()}
     opened = open_checkpoint(found, architecture)
     return found, opened.model, replace(opened.record, lineage=lineage_of(parents, lambdas))
