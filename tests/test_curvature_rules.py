@@ -178,6 +178,23 @@ class Tokens(nn.Module):
         return self.head(functional.linear(h, self.embed.weight).tanh().mean(1))
 
 
+class Positions(nn.Module):
+    """Embeddings of positions, which are the same for all samples."""
+
+    def __init__(self, places, change=lambda rows: rows):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.place = nn.Embedding(5, 4)
+        self.norm = nn.LayerNorm(4, bias=False)
+        self.head = nn.Linear(4, 3)
+        self.places = places
+        self.change = change
+
+    def forward(self, tokens):
+        h = self.norm(self.embed(tokens) + self.change(self.place(self.places)))
+        return self.head(h.tanh().mean(1))
+
+
 class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
@@ -301,6 +318,13 @@ HARD = {
     # name: model, inputs, how many parameters go by rules (None for all)
     "tied embedding": (Tokens, lambda: tokens(5), 7),
     "tied embedding with padding": (lambda: Tokens(padding=2), lambda: tokens(5), 7),
+    "positions looked up once": (lambda: Positions(torch.arange(5)[None]), lambda: tokens(5), 5),
+    "positions without a batch": (lambda: Positions(torch.arange(5)), lambda: tokens(5), 5),
+    "positions that must be single": (
+        lambda: Positions(torch.arange(5)[None], lambda rows: rows.view(5, 4)),
+        lambda: tokens(5),
+        4,
+    ),
     "scales and biases": (Scaled, lambda: draw(5, 3, 4), 5),
     "functional": (Functional, lambda: draw(5, 4), 3),
     "shared bias, repeated layer": (SharedBias, lambda: draw(5, 4), None),

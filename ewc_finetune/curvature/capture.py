@@ -8,7 +8,7 @@ projections inside attention; activations that work in place don't disturb it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -67,6 +67,9 @@ class Capture(TorchFunctionMode):
         parameters: The parameters to look for, by name.
         report: Called with every call that a rule knows, right after it.
         forms: Whether functions may take their cheaper forms, in which no gradient flows to the parameters themselves.
+        repeated: Embeddings that are looked up once for all the samples (positions); they are looked up for each of the
+            `batch` samples instead, so that each has its own gradient.
+        batch: How many samples there are.
 
     Attributes:
         unknown: Parameters that were used in a way no rule knows, each with the way.
@@ -80,8 +83,12 @@ class Capture(TorchFunctionMode):
         parameters: Mapping[str, Tensor],
         report: Callable[[Call], None],
         forms: bool = False,
+        repeated: Collection[str] = (),
+        batch: int = 1,
     ) -> None:
         super().__init__()
+        self._repeated = repeated
+        self._batch = batch
         self.unknown: dict[str, str] = {}
         self.seen: set[str] = set()
         self.elements = 0
@@ -111,6 +118,8 @@ class Capture(TorchFunctionMode):
             return result
         if func is functional.batch_norm:
             self._refuse_batch_statistics(args, kwargs)
+        if self._repeated and func is functional.embedding and self._named(args[1:2]) in self._repeated:
+            args = (_repeat(args[0], self._batch), *args[1:])
         output = self._forms.get(func, func)(*args, **kwargs)
         self.elements += sum(tensor.numel() for tensor in _tensors(output))
         if isinstance(output, Tensor) and output.requires_grad:
@@ -136,6 +145,9 @@ class Capture(TorchFunctionMode):
                 makers[name] = maker
         if makers:
             self._report(Call(_name(func), makers, output, not self._flows_on((args, kwargs))))
+
+    def _named(self, args: Any) -> str | None:
+        return self._names.get(id(args[0])) if args else None
 
     def _tracked(self, args: Any, kwargs: Any) -> bool:
         names = self._names
@@ -254,6 +266,11 @@ def _unguarded(function: Any) -> Any:
     copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+def _repeat(indices: Tensor, batch: int) -> Tensor:
+    """Give what is looked up once for all samples a first dimension that is the batch."""
+    return indices.expand(batch, *indices.shape[indices.ndim > 1 and len(indices) == 1 :])
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

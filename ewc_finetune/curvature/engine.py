@@ -144,7 +144,14 @@ class Engine:
         with (
             differentiable(self.model, watched),
             RuledPass(
-                self.model, watched, plan.course, _fresh(plan, inputs), self._workspace, plan.forms, wanted
+                self.model,
+                watched,
+                plan.course,
+                _fresh(plan, inputs),
+                self._workspace,
+                plan.forms,
+                wanted,
+                plan.repeated,
             ) as passed,
         ):
             factors = factors_of(passed.outputs)

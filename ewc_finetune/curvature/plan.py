@@ -53,6 +53,7 @@ class Plan:
         forms: Whether functions may take their cheaper forms on the way.
         layers: Weights among the ruled ones whose Kronecker-factored block can be had.
         mutates: Whether the model changes its own inputs in place, and needs a fresh copy each time.
+        repeated: Embeddings that the model looks up once for all samples; see `Capture`.
     """
 
     ruled: tuple[str, ...]
@@ -66,6 +67,7 @@ class Plan:
     forms: bool = True
     layers: tuple[Layer, ...] = ()
     mutates: bool = False
+    repeated: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -106,6 +108,9 @@ def make_plan(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs
         generator = torch.Generator().manual_seed(0)
         vectors = torch.randn(together.outputs.shape, generator=generator, dtype=torch.float64).to(together.outputs)
         truth, reached = _by_autograd(parameters, singles, vectors)
+        repeated = _looked_up_once(singles, together)
+        if repeated:
+            together, singles, repeated = _repeating(model, parameters, two, together, singles, repeated)
     if not reached:
         raise ArchitectureError(
             "the model's outputs depend on none of the parameters: it runs under torch.no_grad, or detaches them"
@@ -117,7 +122,7 @@ def make_plan(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs
     rest |= lost if rules else dict.fromkeys(reached, "would have rules, but they are off")
     rest = {name: reason for name, reason in rest.items() if name in reached}
     ruled = {name: p for name, p in parameters.items() if name not in rest and name in reached}
-    wrong, forms = _disagreeing(model, ruled, _narrow(course, set(ruled)), two, vectors, truth)
+    wrong, forms = _disagreeing(model, ruled, _narrow(course, set(ruled)), two, vectors, truth, repeated)
     rest |= wrong
     ruled = {name: p for name, p in ruled.items() if name not in rest}
     idle = [name for name in parameters if name not in rest and name not in reached]
@@ -133,6 +138,7 @@ def make_plan(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs
         forms=forms,
         layers=_layers(together, course, ruled),
         mutates=together.mutates,
+        repeated=repeated,
     )
 
 
@@ -168,11 +174,52 @@ def _two_samples(inputs: Inputs) -> Inputs:
     return each(turned, inputs)
 
 
-def _run(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs) -> _Run:
+def _looked_up_once(singles: list[_Run], together: _Run) -> frozenset[str]:
+    """Find the embeddings whose rows are the same for all samples, and looked up once for all of them."""
+    found: set[str] = set()
+    for n, (signature, output, _) in enumerate(together.calls):
+        if signature[0] == "embedding" and all(
+            n < len(single.calls) and single.calls[n][1].shape == output.shape for single in singles
+        ):
+            found.update(signature[1])
+    return frozenset(found)
+
+
+def _repeating(
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    two: Inputs,
+    together: _Run,
+    singles: list[_Run],
+    repeated: frozenset[str],
+) -> tuple[_Run, list[_Run], frozenset[str]]:
+    """Run the model once more with these embeddings looked up for each sample, if it comes to the same."""
+    try:
+        again = [_run(model, parameters, take(two, slice(n, n + 1)), repeated) for n in range(2)]
+        both = _run(model, parameters, two, repeated)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        if out_of_memory(error):
+            raise
+        return together, singles, frozenset()
+    rounding = torch.finfo(both.outputs.dtype).eps ** 0.5
+    if both.outputs.shape != together.outputs.shape or not torch.allclose(
+        both.outputs, together.outputs, rtol=rounding, atol=rounding
+    ):
+        return together, singles, frozenset()
+    return both, again, repeated
+
+
+def _run(
+    model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, repeated: frozenset[str] = frozenset()
+) -> _Run:
     calls: list[tuple[Signature, Tensor, Call]] = []
     # The output is copied, for what comes next may change it in place.
     capture = Capture(
-        model, parameters, lambda made: calls.append((made.signature, made.output.detach().clone(), made))
+        model,
+        parameters,
+        lambda made: calls.append((made.signature, made.output.detach().clone(), made)),
+        repeated=repeated,
+        batch=count(inputs),
     )
     copy = each(torch.clone, inputs)
     with capture.running(name_modules=True), warnings.catch_warnings():
@@ -317,6 +364,7 @@ def _disagreeing(
     inputs: Inputs,
     vectors: Tensor,
     truth: Mapping[str, Tensor],
+    repeated: frozenset[str],
     forms: bool = True,
 ) -> tuple[dict[str, str], bool]:
     """Compare the rules with autograd.
@@ -329,14 +377,16 @@ def _disagreeing(
     try:
         with (
             differentiable(model, parameters),
-            RuledPass(model, parameters, course, each(torch.clone, inputs), Workspace(), forms) as passed,
+            RuledPass(
+                model, parameters, course, each(torch.clone, inputs), Workspace(), forms, repeated=repeated
+            ) as passed,
         ):
             found = passed.squares(Factors(1, lambda _: vectors, lambda: wide(vectors).square()))
     except Exception as error:
         if out_of_memory(error):
             raise
         if forms:
-            return _disagreeing(model, parameters, course, inputs, vectors, truth, forms=False)
+            return _disagreeing(model, parameters, course, inputs, vectors, truth, repeated, forms=False)
         if len(parameters) == 1:
             reason = f"has a rule that fails with {type(error).__name__}: {error}"[:200]
             return dict.fromkeys(parameters, reason), forms
@@ -344,7 +394,7 @@ def _disagreeing(
         alone = [({name: p}, _narrow(course, {name})) for name, p in parameters.items()]
         wrong: dict[str, str] = {}
         for one, part in alone:
-            wrong |= _disagreeing(model, one, part, inputs, vectors, truth, forms)[0]
+            wrong |= _disagreeing(model, one, part, inputs, vectors, truth, repeated, forms)[0]
         return wrong, forms
     differing = _differing({name: squares for name, (squares, _) in found.items()}, parameters, truth)
     return dict.fromkeys(differing, "has a rule that differs from autograd"), forms

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeGuard
@@ -113,6 +113,7 @@ class RuledPass:
         workspace: To be used again from batch to batch.
         forms: Whether functions may take their cheaper forms; not where something else runs the model once more.
         wanted: Of some weights, what collects their blocks from their uses; no squares are taken of those.
+        repeated: Embeddings to look up for each sample anew; see `Capture`.
 
     Attributes:
         outputs: Of the model.
@@ -131,6 +132,7 @@ class RuledPass:
         workspace: Workspace,
         forms: bool = True,
         wanted: Mapping[str, Callable[[Factored], BlockSums]] | None = None,
+        repeated: Collection[str] = (),
     ) -> None:
         self.blocks: list[BlockSums] = []
         self._wanted = wanted or {}
@@ -147,7 +149,7 @@ class RuledPass:
         self._scale: Tensor | None = None
         self._calls = 0
         self._times = {name: sum(name in names for (_, names), _ in course) for name in parameters}
-        capture = Capture(model, parameters, self._watch, forms)
+        capture = Capture(model, parameters, self._watch, forms, repeated, self._batch)
         try:
             with capture.running():
                 self.outputs = call(model, inputs)
