@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -49,6 +50,36 @@ def atomic_writes(paths: Sequence[Path]) -> Iterator[list[Path]]:
     finally:
         for temporary in temporaries:
             temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `path`; when the block succeeds, it takes the place of what is there.
+
+    Raises:
+        StorageError: see `atomic_write`.
+    """
+    temporary, old = _hidden(path, "tmp"), _hidden(path, "old")
+    try:
+        with storage_errors(path):
+            temporary.mkdir()
+        yield temporary
+        with storage_errors(path):
+            for file in temporary.iterdir():
+                with file.open("rb") as written:
+                    os.fsync(written.fileno())
+            try:
+                if path.exists():
+                    path.rename(old)
+                temporary.rename(path)
+            except BaseException:
+                if old.exists() and not path.exists():
+                    old.rename(path)
+                raise
+        _sync_folder(path.parent)
+    finally:
+        for left in (temporary, old):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _rename(pairs: Sequence[tuple[Path, Path]]) -> None:
@@ -112,21 +143,26 @@ def _sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def check_output(path: Path, overwrite: bool, inputs: Iterable[object] = ()) -> None:
+def check_output(path: Path, overwrite: bool, inputs: Iterable[object] = (), *, folder: bool = False) -> None:
     """Refuse an output path before the work is done rather than after it.
 
     Args:
         path: Where the output is to go.
         overwrite: Whether an existing file may be replaced.
         inputs: Those among them that are paths are never replaced.
+        folder: Whether the output is a model folder rather than a file.
 
     Raises:
         StorageError: if `path` exists and `overwrite` is false, is an input or a folder, or lies in no writable folder.
     """
-    for source in inputs:
-        if isinstance(source, (str, Path)) and path.resolve() == Path(source).resolve():
+    for source in (Path(item).resolve() for item in inputs if isinstance(item, (str, Path))):
+        if path.resolve() == source:
             raise StorageError(f"the output {path} is one of the inputs; it would be lost. Choose another path")
-    if path.is_dir():
+        if folder and path.resolve() in source.parents:
+            raise StorageError(f"{source} lies in the output {path}; it would be lost. Choose another path")
+    if folder and path.exists() and not (path / "config.json").is_file():
+        raise StorageError(f"cannot write {path}: it is there and is no model folder. Choose another path")
+    if not folder and path.is_dir():
         raise StorageError(f"cannot write {path}: it is a folder. Name a file in it")
     if path.exists() and not overwrite:
         raise StorageError(f"{path} exists. Choose another path, or replace it with --overwrite")

@@ -75,6 +75,10 @@ class Likelihood(ABC):
         Sample n's draw depends on those before it, not on how samples are batched.
         """
 
+    def count_tokens(self, targets: Tensor) -> int | None:
+        """Return how many tokens these targets are of; None where a sample is no sequence of tokens."""
+        return None
+
     def predict(self, outputs: Tensor) -> Tensor:
         """Return the most likely targets.
 
@@ -179,7 +183,7 @@ class PerToken(Categorical):
     """A categorical for each token of a sequence, which is one sample: log p(y | x) is their sum.
 
     Outputs are logits of shape `(batch, tokens, classes)`, targets class indices `(batch, tokens)`, in which -100 marks
-    tokens that don't count. `exact`, `sampled` and `predicted` know no targets and count every token.
+    tokens that don't count, whatever the estimator. Without targets every token counts.
     """
 
     name = "per-token"
@@ -193,6 +197,10 @@ class PerToken(Categorical):
         counted = targets != IGNORED
         right = (outputs.argmax(dim=2) == targets) & counted
         return (right.sum(dim=1) / counted.sum(dim=1).clamp(min=1)).sum()
+
+    def count_tokens(self, targets: Tensor) -> int:
+        """Count those that are not ignored."""
+        return int((targets != IGNORED).sum())
 
     def check_outputs(self, outputs: Tensor, where: str) -> None:
         """Check that outputs are logits, one for each class and token."""
@@ -210,6 +218,21 @@ class PerToken(Categorical):
                 f"likelihood needs integers of shape (batch, {output_shape[0]}), one for each token"
             )
         _check_classes(targets[targets != IGNORED], output_shape[-1], where)
+
+    def factors(
+        self,
+        outputs: Tensor,
+        targets: Tensor | None,
+        estimator: Estimator,
+        generator: torch.Generator,
+        draws: int = 1,
+    ) -> Factors:
+        """See `Likelihood`; nothing comes from a token that doesn't count."""
+        found = super().factors(outputs, targets, estimator, generator, draws)
+        if targets is None or not (ignored := targets == IGNORED).any():
+            return found
+        counted = (~ignored)[..., None].to(wide(outputs).dtype)
+        return Factors(found.count, lambda m: found[m] * counted, lambda: found.squares() * counted)
 
     def exact(self, outputs: Tensor) -> Factors:
         """Those of each token by itself, at most classes - 1: given the input, tokens are independent."""

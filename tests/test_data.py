@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -296,3 +297,94 @@ def test_a_folder_of_images_without_classes(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="holds no images, in itself or in any folder"):
         load_domain(f"images:{tmp_path}/empty", "train")
+
+
+def test_arrays(tmp_path):
+    path = tmp_path / "a.npz"
+    np.savez(path, x=np.arange(12.0).reshape(6, 2), y=np.array([0, 1, 2, 0, 1, 2]))
+    domain = load_domain(f"npz:{path}?classes=1-2&limit=3", "train")
+    inputs, labels = next(iter(domain.batches(10)))
+    assert inputs.tolist() == [[2, 3], [4, 5], [8, 9]]
+    assert (inputs.dtype, labels.tolist(), domain.split) == (torch.float32, [1, 2, 1], None)
+    images = np.zeros((4, 1, 6, 6), np.uint8)
+    np.savez(path, x_train=images, y_train=np.arange(4), x_test=images[:2], y_test=np.arange(2), other=np.ones(3))
+    assert load_domain(f"npz:{path}", "train").size == 4
+    assert load_domain(f"npz:{path}?rotate=30&size=3", "test").split == "test"
+    np.savez(path, pixels=images, kind=np.linspace(0, 1, 4))
+    assert load_domain(f"npz:{path}?inputs=pixels&target=kind", "train").labels.dtype == torch.float32
+    assert load_domain(f"npz:{path}?inputs=pixels", "train").labels is None
+    for spec, message in (
+        ("?inputs=pixel", "which array are the inputs.*It has pixels, kind"),
+        ("", "which array are the inputs"),
+        ("?inputs=pixels&target=other", "which array are the target"),
+        ("?inputs=kind&rotate=3", "its samples are no images"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            load_domain(f"npz:{path}{spec}", "train")
+    np.savez(path, x=np.ones((3, 2)), y=np.ones(2))
+    with pytest.raises(DataError, match="x has 3 samples and y 2"):
+        load_domain(f"npz:{path}", "train")
+    np.savez(path, x=np.array([None, "a"], dtype=object))
+    with pytest.raises(DataError, match=r"cannot be read as arrays .*allow_pickle"):
+        load_domain(f"npz:{path}", "train")
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(DataError, match="cannot be read as arrays"):
+        load_domain(f"npz:{path}", "train")
+
+
+def test_tables(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("a,b,label\n1,2.5,cat\n3,4,dog\n-1,0,cat\n")
+    domain = load_domain(f"csv:{path}", "train")
+    inputs, labels = next(iter(domain.batches(10)))
+    assert inputs.tolist() == [[1, 2.5], [3, 4], [-1, 0]]
+    assert (labels.tolist(), domain.classes) == ([0, 1, 0], ("cat", "dog"))
+    path.write_text("a,b\n1,2.5\n3,4\n-1,0\n")
+    inputs, labels = next(iter(load_domain(f"csv:{path}?target=b&limit=2", "train").subset([1]).batches(1)))
+    assert labels.tolist() == [4.0]
+    for content, message in (
+        ("a,b,label\n1,x,2\n", "b, row 2: 'x' is not a number"),
+        ("a,b,label\n1,2\n", "row 2: 2 columns, and the first line names 3"),
+        ("a,a,label\n1,2,3\n", "all different"),
+        ("", "expected a first line"),
+        ("label\n1\n", "no column beside the target"),
+    ):
+        path.write_text(content)
+        with pytest.raises(DataError, match=message):
+            load_domain(f"csv:{path}", "train")
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(UsageError, match="there is no column 'c' for the target"):
+        load_domain(f"csv:{path}?target=c", "train")
+    with pytest.raises(DataError, match="there is no file"):
+        load_domain("csv:nothing.csv", "train")
+    with pytest.raises(UsageError, match=r"this data has no option 'inputs'"):
+        load_domain(f"csv:{path}?inputs=a", "train")
+
+
+def made(count=5, split="train", scale=1.0):
+    size = count if split == "train" else 2
+    return TensorDataset(torch.arange(size)[:, None] * scale, torch.arange(size))
+
+
+def made_without_splits():
+    return [(torch.ones(2, 3), torch.tensor([0, 1]))]
+
+
+def fails():
+    raise OSError("the tape is torn")
+
+
+def test_functions():
+    domain = load_domain("test_data:made?count=7&scale=0.5&limit=6", "train")
+    assert (domain.name, domain.size, domain.split) == ("test_data:made?count=7&scale=0.5&limit=6", 6, "train")
+    assert next(iter(domain.batches(6)))[0][:, 0].tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
+    assert load_domain("test_data:made", "test").size == 2
+    assert load_domain("test_data:made_without_splits", "test").split is None
+    with pytest.raises(UsageError, match="takes no argument split"):
+        load_domain("test_data:made_without_splits?split=test", "train")
+    with pytest.raises(DataError, match="fails failed with OSError: the tape is torn"):
+        load_domain("test_data:fails", "train")
+    with pytest.raises(DataError, match="made failed with TypeError"):
+        load_domain("test_data:made?colour=red", "train")
+    with pytest.raises(DataError, match="the module test_data has no nothing"):
+        load_domain("test_data:nothing", "train")

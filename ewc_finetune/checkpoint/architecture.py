@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import importlib
 import importlib.util
 import inspect
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from torch import nn
 from ewc_finetune import models
 from ewc_finetune.address import Address, parse, suggest
 from ewc_finetune.errors import ArchitectureError
+from ewc_finetune.importing import find, value_of, working_directory_on_path
 
 BUILTIN: dict[str, type[nn.Module]] = {"mlp": models.MLP, "cnn": models.CNN}
 FORMS = "mlp, cnn, torchvision:NAME or package.module:Class (keyword arguments behind a ?)"
@@ -46,9 +44,9 @@ def build(text: str, *, trusted: bool) -> nn.Module:
         ArchitectureError: if it cannot be found, called, or is no module.
     """
     address = parse(text)
-    with _working_directory_on_path(first=trusted):
+    with working_directory_on_path(first=trusted):
         factory = _find(address, trusted)
-        arguments = {key: _value(value) for key, value in address.options.items()}
+        arguments = {key: value_of(value) for key, value in address.options.items()}
         try:
             module = factory(**arguments)
         except ArchitectureError:
@@ -68,7 +66,7 @@ def builds_by_itself(text: str) -> bool:
     address = parse(text)
     if address.head in BUILTIN or address.head.startswith("torchvision:"):
         return True
-    with _working_directory_on_path(first=True):
+    with working_directory_on_path(first=True):
         found = _find(address, trusted=True)
     return isinstance(found, type) and issubclass(found, nn.Module)
 
@@ -130,17 +128,7 @@ def _find(address: Address, trusted: bool) -> Callable[..., object]:
             f"{module_name} here, so it was not imported. Run ewc-ft in the folder that holds it, put that folder into "
             "PYTHONPATH, or, if you trust it, name it yourself with --arch"
         )
-    try:
-        found: object = importlib.import_module(module_name)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except AttributeError:
-        raise ArchitectureError(f"the module {module_name} has no {name}. Check the name in {head}") from None
-    except Exception as error:
-        raise ArchitectureError(
-            f"cannot import {module_name} for the architecture {head}: {type(error).__name__}: {error}. "
-            "Run ewc-ft in the folder that holds it, or put that folder into PYTHONPATH"
-        ) from error
+    found = find(head, "architecture", ArchitectureError)
     is_module_class = isinstance(found, type) and issubclass(found, nn.Module)
     if not is_module_class and not (trusted and callable(found)):
         raise ArchitectureError(
@@ -191,28 +179,6 @@ def _torchvision(name: str) -> Callable[..., object]:
         return builder(**arguments, **empty)
 
     return make
-
-
-@contextlib.contextmanager
-def _working_directory_on_path(first: bool) -> Iterator[None]:
-    folder = str(Path.cwd())
-    sys.path.insert(0 if first else len(sys.path), folder)
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):
-            sys.path.remove(folder)
-
-
-def _value(text: str) -> object:
-    """Read `128`, `0.5`, `256,128`, `true`, `None` as what they look like, anything else as text."""
-    if text.lower() in ("true", "yes", "on", "false", "no", "off"):
-        return text.lower() in ("true", "yes", "on")
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text
 
 
 def _text(value: object) -> str:

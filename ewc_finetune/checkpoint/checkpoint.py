@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from ewc_finetune.errors import CheckpointError, UsageError
 from ewc_finetune.files import atomic_write
 from ewc_finetune.provenance import is_head
+from ewc_finetune.purpose import Purpose
 
 FROZEN = "frozen (requires_grad is false)"
 
@@ -97,10 +99,14 @@ class Checkpoint(ABC):
         format: Name of the format.
         ending: Of files in it.
         remarks: What a reader should know of the file.
+        state: Its tensors by name, where it is nothing but such.
+        purpose: What the model is for, where the format says; known once it is built.
     """
 
     format: str
     ending: str
+    state: Mapping[str, Tensor] = MappingProxyType({})
+    purpose: Purpose | None = None
 
     def __init__(self, label: str, sha256: str | None, record: Record, remarks: tuple[str, ...] = ()) -> None:
         self.label = label
@@ -137,19 +143,31 @@ class Checkpoint(ABC):
         return [path]
 
 
-class SingleFile(Checkpoint):
-    """A format of one file to a model."""
+class Stateful(Checkpoint):
+    """A format that is written from a model's state alone."""
 
     def save(
         self, path: Path, model: nn.Module, record: Record, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> None:
         """See `Checkpoint`."""
+        self.save_state(path, cpu_state(model, dtypes), record)
+
+    @abstractmethod
+    def save_state(self, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
+        """Write a model's state (`cpu_state`); see `save`."""
+
+
+class SingleFile(Stateful):
+    """A format of one file to a model."""
+
+    def save_state(self, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
+        """See `Stateful`."""
         with atomic_write(path) as temporary:
-            self.write(temporary, path, cpu_state(model, dtypes), record)
+            self.write(temporary, path, state, record)
 
     @abstractmethod
     def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
-        """Write a model's state (`cpu_state`) into a temporary file, which is to be renamed to `path`; see `save`."""
+        """Write a state into a temporary file, which is to be renamed to `path`; see `save_state`."""
 
 
 def check_ending(path: Path, kind: str, ending: str) -> None:

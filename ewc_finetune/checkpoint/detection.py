@@ -9,7 +9,9 @@ from typing import Literal
 
 from ewc_finetune.errors import CheckpointError
 
-Format = Literal["anchor", "safetensors", "sharded safetensors", "torchscript", "torch.export", "torch.save"]
+Format = Literal[
+    "anchor", "safetensors", "sharded safetensors", "torchscript", "torch.export", "torch.save", "hugging face"
+]
 
 # Weights are stored as they are; what is packed is code, and may be far larger than the file.
 _LARGEST_PACKED = 100 << 20
@@ -24,9 +26,13 @@ def detect(path: Path) -> Format:
         CheckpointError: if it is missing, empty, or an archive that is damaged or made to do harm.
     """
     if path.is_dir():
-        raise CheckpointError(f"{path} is a folder; expected a checkpoint file")
+        if (path / "config.json").is_file():
+            return "hugging face"
+        raise CheckpointError(
+            f"{path} is a folder without a config.json; expected a checkpoint file, or a model folder of transformers"
+        )
     if not path.is_file():
-        raise CheckpointError(f"there is no checkpoint at {path}")
+        raise CheckpointError(f"there is no checkpoint at {path}. A model on the Hub is named hf:org/name")
     size = path.stat().st_size
     if size == 0:
         raise CheckpointError(f"{path} is empty; expected a checkpoint, as torch.save writes it")

@@ -18,14 +18,18 @@ from ewc_finetune.checkpoint.checkpoint import Checkpoint, Record
 from ewc_finetune.checkpoint.detection import detect
 from ewc_finetune.checkpoint.exported import Exported
 from ewc_finetune.checkpoint.from_anchor import FromAnchor
+from ewc_finetune.checkpoint.hugging_face import HUB, HuggingFace, download, weights_file
 from ewc_finetune.checkpoint.pickled import Pickled
 from ewc_finetune.checkpoint.safetensors_file import SafetensorsFile
 from ewc_finetune.checkpoint.sharded import Sharded
 from ewc_finetune.checkpoint.state_dict import StateDict, find_state
 from ewc_finetune.checkpoint.torchscript import TorchScript
+from ewc_finetune.checkpoint.weights import Weights
+from ewc_finetune.choices import LikelihoodName
 from ewc_finetune.devices import random_state_kept
 from ewc_finetune.errors import CheckpointError
 from ewc_finetune.files import sha256
+from ewc_finetune.purpose import Purpose
 
 # The formats that a file alone tells.
 _KINDS = (SafetensorsFile, Sharded, TorchScript, Exported)
@@ -54,13 +58,25 @@ class Opened:
 
     @property
     def file(self) -> str | None:
-        """Name of the checkpoint file, without its folder."""
-        return None if self.checkpoint is None else Path(self.checkpoint.label).name
+        """Name of the checkpoint file or folder, without what it lies in."""
+        if self.checkpoint is None:
+            return None
+        return self.checkpoint.label if is_on_hub(self.checkpoint.label) else Path(self.checkpoint.label).name
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """What a reader should know of the checkpoint."""
         return () if self.checkpoint is None else self.checkpoint.remarks
+
+    @property
+    def purpose(self) -> Purpose | None:
+        """What the model is for, where its checkpoint says."""
+        return None if self.checkpoint is None else self.checkpoint.purpose
+
+    @property
+    def likelihood(self) -> LikelihoodName:
+        """How its outputs are meant, unless somebody says otherwise."""
+        return "categorical" if self.purpose is None else self.purpose.likelihood
 
     @property
     def format(self) -> str:
@@ -69,7 +85,7 @@ class Opened:
 
 
 def open_model(model: str | Path | nn.Module, architecture: str | None = None, *, trust_pickle: bool = False) -> Opened:
-    """Open a checkpoint file (or the checkpoint within an anchor), or take a module as it is.
+    """Open a checkpoint (or the one within an anchor), or take a module as it is.
 
     Args:
         model: Where the weights are.
@@ -108,17 +124,21 @@ def load_checkpoint(path: str | Path, *, trust_pickle: bool = False) -> Checkpoi
     """Read a checkpoint, or the checkpoint within an anchor, in whatever format it is.
 
     Args:
-        path: The file, or the index of a sharded one.
+        path: The file, the index of a sharded one, a model folder of transformers, or `hf:org/name` on the Hub.
         trust_pickle: Whether a pickle may run code. None does otherwise, and no other format can.
 
     Raises:
         CheckpointError: if the file is missing, empty or damaged, holds no model, or asks for code to be run.
         AnchorError: if it is an anchor that is damaged, or has weights without their program.
     """
+    if is_on_hub(path):
+        return _load_folder(download(str(path)), str(path))
     path = Path(path)
     found = detect(path)
     if found == "anchor":
         return FromAnchor(Anchor.load(path))
+    if found == "hugging face":
+        return _load_folder(path, str(path))
     for kind in _KINDS:
         if kind.format == found:
             return kind(path)
@@ -130,16 +150,43 @@ def load_checkpoint(path: str | Path, *, trust_pickle: bool = False) -> Checkpoi
     return StateDict(str(path), sha256(path), _mapping(document), keys, remarks)
 
 
+def is_on_hub(model: object) -> bool:
+    """Whether it names a model on the Hub."""
+    return isinstance(model, str) and model.startswith(HUB)
+
+
+def place_of(model: str | Path) -> Path:
+    """Return the path that names what is made of a model: its own, or for one on the Hub its name, in this folder."""
+    if is_on_hub(model):
+        return Path(str(model).removeprefix(HUB).partition("@")[0].rpartition("/")[2])
+    return Path(model)
+
+
+def is_there(model: str | Path) -> bool:
+    """Whether it is a checkpoint rather than an architecture: a file, a folder, or the name of one on the Hub."""
+    return is_on_hub(model) or Path(model).exists()
+
+
+def _load_folder(folder: Path, label: str) -> HuggingFace:
+    file = weights_file(folder, label)
+    weights = load_checkpoint(file)
+    if not isinstance(weights, Weights):
+        raise CheckpointError(f"{file} is in the format {weights.format}; expected weights by name")
+    return HuggingFace(folder, weights, file, label)
+
+
 def ending_of(path: str | Path) -> str:
     """Return how files end that are in the format of this one, or of what an anchor was made from."""
+    if is_on_hub(path):
+        return HuggingFace.ending
     path = Path(path)
-    if not path.is_file():
+    if not path.exists():
         return StateDict.ending
     found: str | None = detect(path)
     if found == "anchor":
         found = Anchor.open(path, digest=False).provenance.checkpoint.get("format")
         found = SafetensorsFile.format if found == Sharded.format else found  # of which an anchor makes one file
-    return next((kind.ending for kind in _KINDS if kind.format == found), StateDict.ending)
+    return next((kind.ending for kind in (*_KINDS, HuggingFace) if kind.format == found), StateDict.ending)
 
 
 def _mapping(document: Any) -> Mapping[str, Any]:

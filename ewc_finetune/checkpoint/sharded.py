@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ewc_finetune.checkpoint.checkpoint import Record, cpu_state
+from ewc_finetune.checkpoint.checkpoint import Record
 from ewc_finetune.checkpoint.safetensors_file import RECORD, read_safetensors
 from ewc_finetune.checkpoint.weights import Weights, merged
 from ewc_finetune.errors import CheckpointError, UsageError
@@ -47,7 +48,9 @@ class Sharded(Weights):
             raise CheckpointError(f"{path}: {missing[0]} is not in the file that should have it. Copy all files again")
         state = {name: state[name] for name in self._index["weight_map"]}
         text = self._shards[0][1].get(RECORD) if self._shards else None
-        super().__init__(str(path), sha256(path), Record.read_text(text, str(path)), state)
+        super().__init__(
+            str(path), _digest(path, [name for name, _ in self._shards]), Record.read_text(text, str(path)), state
+        )
 
     def outputs(self, path: Path) -> list[Path]:
         """See `Checkpoint`."""
@@ -59,20 +62,24 @@ class Sharded(Weights):
             path,
         ]
 
-    def save(
-        self, path: Path, model: nn.Module, record: Record, dtypes: Mapping[str, torch.dtype] | None = None
-    ) -> None:
-        """See `Checkpoint`; every tensor stays in the shard that it was in."""
-        state = merged(self.state, self.prefix, cpu_state(model, dtypes))
+    def save_state(self, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
+        """See `Stateful`; every tensor stays in the shard that it was in."""
+        found = merged(self.state, self.prefix, state)
         *shards, index = self.outputs(path)
         names = {name: shard.name for (name, _), shard in zip(self._shards, shards, strict=True)}
         weight_map = {tensor: names[shard] for tensor, shard in self._index["weight_map"].items()}
         with atomic_writes([*shards, index]) as temporaries:
             for number, ((_, metadata), shard) in enumerate(zip(self._shards, shards, strict=True)):
-                own = {name: state[name] for name, place in weight_map.items() if place == shard.name}
+                own = {name: found[name] for name, place in weight_map.items() if place == shard.name}
                 known = {RECORD: record.to_text()} if number == 0 else {}
                 with storage_errors(shard):
                     write_tensors(temporaries[number], shard, own, metadata | known)
             with storage_errors(index):
                 text = json.dumps({**self._index, "weight_map": weight_map}, indent=2)
                 temporaries[-1].write_text(text + "\n", encoding="utf-8")
+
+
+def _digest(index: Path, shards: Sequence[str]) -> str:
+    """Return a digest of the index and all of its shards."""
+    parts = [sha256(index), *(sha256(index.parent / name) for name in shards)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ewc_finetune.anchor import check_model
 from ewc_finetune.checkpoint.architecture import FORMS, build
-from ewc_finetune.checkpoint.checkpoint import Checkpoint, Record
+from ewc_finetune.checkpoint.checkpoint import Record, Stateful
 from ewc_finetune.checkpoint.recognition import COUNTS, recognise
 from ewc_finetune.errors import ArchitectureError, CheckpointError
 
@@ -17,7 +17,7 @@ from ewc_finetune.errors import ArchitectureError, CheckpointError
 PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
-class Weights(Checkpoint):
+class Weights(Stateful):
     """Weights by name.
 
     Args:

@@ -20,7 +20,7 @@ def _samples(text: str) -> int | str:
 
 
 @click.command(cls=Command)
-@click.argument("model", type=click.Path(dir_okay=False))
+@click.argument("model", type=click.Path())
 @click.option(
     "--data",
     required=True,
@@ -79,9 +79,7 @@ def _samples(text: str) -> int | str:
 @click.option(
     "--likelihood",
     type=click.Choice(LIKELIHOODS),
-    default="categorical",
-    show_default=True,
-    help="How the model's outputs become log p(y | x).",
+    help="How the model's outputs become log p(y | x).  [default: what a model folder says; categorical otherwise]",
 )
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Leave these parameters free; repeatable.")
 @click.option(

@@ -11,15 +11,13 @@ from ewc_finetune.cli.command import Command, common_options, trust_option
 
 
 @click.command(cls=Command)
-@click.argument("model", type=click.Path(dir_okay=False))
+@click.argument("model", type=click.Path())
 @click.option("--data", required=True, multiple=True, metavar="DATA", help="A domain to score on; repeatable.")
 @click.option("--arch", metavar="ARCH", help="What to build for a checkpoint that doesn't say.")
 @click.option(
     "--likelihood",
     type=click.Choice(LIKELIHOODS),
-    default="categorical",
-    show_default=True,
-    help="How the model's outputs become log p(y | x).",
+    help="How the model's outputs become log p(y | x).  [default: what a model folder says; categorical otherwise]",
 )
 @click.option(
     "--head",
@@ -37,10 +35,16 @@ def evaluate(model: str, data: tuple[str, ...], arch: str | None, quiet: bool, a
 
     printer = Printer(quiet, as_json)
     scores = run(model, list(data), architecture=arch, progress=printer, **options)
+    perplexity = any(score.perplexity is not None for score in scores)
     printer.table(
-        ["domain", "samples", "loss", "accuracy"],
+        ["domain", "samples", "loss", "accuracy", *(["perplexity"] if perplexity else [])],
         [
-            [s.domain, f"{s.samples:,}", f"{s.loss:.4f}", "-" if s.accuracy is None else f"{s.accuracy:.4f}"]
+            [
+                s.domain,
+                f"{s.samples:,}",
+                f"{s.loss:.4f}",
+                *("-" if v is None else f"{v:.4f}" for v in (s.accuracy, s.perplexity)[: 1 + perplexity]),
+            ]
             for s in scores
         ],
     )

@@ -72,7 +72,7 @@ from ewc_finetune.cli.command import Command, common_options, only_one, trust_op
 @click.option(
     "--likelihood",
     type=click.Choice(LIKELIHOODS),
-    help="How outputs become the loss.  [default: the anchors'; categorical without any]",
+    help="How outputs become the loss.  [default: the anchors', else what a model folder says, else categorical]",
 )
 @click.option(
     "--eval",
@@ -84,7 +84,7 @@ from ewc_finetune.cli.command import Command, common_options, only_one, trust_op
 @click.option(
     "--output",
     "-o",
-    type=click.Path(dir_okay=False),
+    type=click.Path(),
     help="The new checkpoint; the run folder goes beside it.  [default: named for the anchor and the data]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the output and its run folder if they exist.")
@@ -129,14 +129,14 @@ def finetune(
         progress=printer,
         **options,
     )
+    loss = "loss (perplexity)" if any(score.perplexity is not None for score in done.before) else "loss"
     printer.table(
-        ["domain", "accuracy before", "after", "change", "loss before", "after"],
+        ["domain", "accuracy before", "after", "change", f"{loss} before", "after"],
         [
             [
                 b.domain,
                 *(("-",) * 3 if b.accuracy is None or a.accuracy is None else _change(b.accuracy, a.accuracy)),
-                f"{b.loss:.4f}",
-                f"{a.loss:.4f}",
+                *(f"{s.loss:.4f}" if s.perplexity is None else f"{s.loss:.4f} ({s.perplexity:.2f})" for s in (b, a)),
             ]
             for b, a in zip(done.before, done.after, strict=True)
         ],

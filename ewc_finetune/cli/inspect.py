@@ -11,7 +11,7 @@ from ewc_finetune.errors import UsageError
 
 
 @click.command(cls=Command)
-@click.argument("file", type=click.Path(dir_okay=False))
+@click.argument("file", type=click.Path())
 @click.option(
     "--plot", type=click.Path(dir_okay=False), help="Draw the importance of each layer: a .png, .pdf or .svg."
 )
@@ -27,12 +27,13 @@ def inspect(
     Of an anchor hardly more than the header is read.
     """
     from ewc_finetune.checkpoint.detection import detect
+    from ewc_finetune.checkpoint.opening import is_on_hub
     from ewc_finetune.cli.printer import Printer, importance_table
     from ewc_finetune.verbs.inspect import inspect as run
     from ewc_finetune.verbs.inspect_checkpoint import inspect_checkpoint
 
     printer = Printer(quiet, as_json)
-    if detect(Path(file)) != "anchor":
+    if is_on_hub(file) or detect(Path(file)) != "anchor":
         if plot is not None:
             raise UsageError(f"{file} is a checkpoint, which has no importance to draw; --plot is for anchors")
         model = inspect_checkpoint(file, architecture=arch, trust_pickle=trust_pickle)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard, cast
 
@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from ewc_finetune.active import Active
 from ewc_finetune.errors import DataError
-from ewc_finetune.inputs import Inputs, is_inputs, take
+from ewc_finetune.inputs import Inputs, count, is_inputs, take
 from ewc_finetune.likelihood import Likelihood
 
 # Inputs and labels; every kind of data may come without labels.
@@ -34,6 +34,7 @@ class Domain:
         labels: All labels, where they are known without reading every sample.
         split: Which split the samples are, where the data has splits.
         active: The model's outputs that count for these samples; all unless given.
+        collate: Makes a batch of single samples, where they are not tensors of one shape; torch's own unless given.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Domain:
     labels: Tensor | None = None
     split: str | None = None
     active: tuple[int, ...] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
 
     @property
     def indexable(self) -> bool:
@@ -109,7 +111,7 @@ class Domain:
         Raises:
             DataError: if samples are not tensors, or don't have one shape.
         """
-        if isinstance(self.samples, TensorDataset):
+        if isinstance(self.samples, TensorDataset) and self.collate is None:
             # Whole batches are cut from the tensors: no loader, no collating of single samples.
             size = len(self.samples)
             order = None if shuffle is None else torch.randperm(size, generator=shuffle)
@@ -130,13 +132,13 @@ class Domain:
     def _loader(self, batch_size: int, shuffle: torch.Generator | None) -> Iterable[Any]:
         samples: Any = self.samples
         if isinstance(samples, IterableDataset):
-            return DataLoader(samples, batch_size=batch_size, generator=torch.Generator())
+            return DataLoader(samples, batch_size, generator=torch.Generator(), collate_fn=self.collate)
         if not self.indexable:
             return samples  # type: ignore[no-any-return]
         order = range(len(samples)) if shuffle is None else torch.randperm(len(samples), generator=shuffle).tolist()
         # With a generator of its own, a loader takes nothing from torch's global one.
         sampler = BatchSampler(order, batch_size, drop_last=False)
-        return DataLoader(samples, batch_sampler=sampler, generator=torch.Generator())
+        return DataLoader(samples, batch_sampler=sampler, generator=torch.Generator(), collate_fn=self.collate)
 
     def _read(self, batch: Any) -> Batch:
         inputs, labels = _parts(batch)
@@ -204,23 +206,31 @@ class Fingerprint:
     def update(self, inputs: Inputs, labels: Tensor | None) -> None:
         """Take in one batch, as it was before any preprocessing."""
         named = {"": inputs} if isinstance(inputs, Tensor) else inputs
+        mask = named.get("attention_mask")
         if not self._described:
             for name, tensor in named.items():
-                self._inputs.update(f"{name}{tensor.dtype}{tuple(tensor.shape[1:])}".encode())
+                shape = tuple(tensor.shape[1:]) if mask is None else ()
+                self._inputs.update(f"{name}{tensor.dtype}{shape}".encode())
             self._described = True
         if isinstance(inputs, Tensor):
             self._inputs.update(_bytes(inputs))
-        else:
-            # Sample by sample, so that the size of the batches doesn't matter.
-            for sample in zip(*inputs.values(), strict=True):
-                for tensor in sample:
-                    self._inputs.update(_bytes(tensor))
-        if labels is not None:
-            self._labels.update(_bytes(labels))
+            if labels is not None:
+                self._labels.update(_bytes(labels))
+            return
+        # Sample by sample: neither the size of the batches matters nor what fills up the shorter samples of one.
+        for n in range(count(inputs)):
+            for tensor in named.values():
+                self._inputs.update(_bytes(_unmasked(tensor[n], mask, n)))
+            if labels is not None:
+                self._labels.update(_bytes(_unmasked(labels[n], mask, n)))
 
     def hexdigest(self) -> str:
         """Return the digest of inputs and labels together."""
         return hashlib.sha256(self._inputs.digest() + self._labels.digest()).hexdigest()
+
+
+def _unmasked(sample: Tensor, mask: Tensor | None, n: int) -> Tensor:
+    return sample if mask is None or mask[n].shape != sample.shape else sample[mask[n] != 0]
 
 
 def _bytes(tensor: Tensor) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as image_ops
 
 from ewc_finetune.address import Address, suggest
-from ewc_finetune.choices import SPLITS
+from ewc_finetune.choices import SPLITS, Split
 from ewc_finetune.errors import UsageError
 
 # More classes than this are a slip of the finger.
@@ -33,9 +33,18 @@ class Options:
         permute: Shuffle the pixels of every image alike, by this seed.
         offset: Add so much to every label, after `classes`, where the model numbers these classes after others.
         active: The model's outputs that count for this data, in the numbers that labels have then; all unless given.
+        text: The column of the texts.
+        inputs: The array of the inputs.
+        target: The column or array of the targets; several columns are joined by commas.
+        length: How many tokens to keep of each text, or to generate.
+        pack: Join the texts and cut them into samples of so many tokens.
+        config: Of a dataset on the Hub.
+        revision: Likewise.
+        stream: Whether to read the samples as they come.
+        seed: Of what is generated.
     """
 
-    split: str | None = None
+    split: Split | None = None
     classes: tuple[range, ...] | None = None
     limit: int | None = None
     size: tuple[int, int] | None = None
@@ -44,6 +53,15 @@ class Options:
     permute: int | None = None
     offset: int = 0
     active: tuple[range, ...] | None = None
+    text: str | None = None
+    inputs: str | None = None
+    target: str | None = None
+    length: int | None = None
+    pack: int | None = None
+    config: str | None = None
+    revision: str | None = None
+    stream: bool = False
+    seed: int = 0
 
     @property
     def changes_images(self) -> bool:
@@ -75,17 +93,22 @@ class Options:
         return indices[: self.limit]
 
 
-def read_options(address: Address) -> Options:
+def read_options(address: Address, own: Collection[str] = ()) -> Options:
     """Read the options of a data spec.
+
+    Args:
+        address: The spec.
+        own: Options of this kind of data beside those that all have.
 
     Raises:
         UsageError: naming the option, what it says and what was expected.
     """
     values: dict[str, object] = {}
+    known = _READERS | {key: _OWN[key] for key in own}
     for key, text in address.options.items():
-        if key not in _READERS:
-            raise UsageError(f"{address}: data has no option {key!r}. {suggest(key, _READERS)}")
-        reader, expected = _READERS[key]
+        if key not in known:
+            raise UsageError(f"{address}: this data has no option {key!r}. {suggest(key, known)}")
+        reader, expected = known[key]
         try:
             values[key] = reader(text)
         except ValueError:
@@ -132,6 +155,12 @@ def _channels(text: str) -> int:
     return int(text)
 
 
+def _yes(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError
+    return text == "1"
+
+
 def _degrees(text: str) -> float:
     if not math.isfinite(float(text)):
         raise ValueError
@@ -148,4 +177,17 @@ _READERS: dict[str, tuple[Callable[[str], object], str]] = {
     "offset": (_whole, "a whole number from 0"),
     "active": (_classes, "outputs such as 0-4 or 0,2,7-9"),
     "permute": (_whole, "a seed, a whole number from 0"),
+}
+COMMON = tuple(_READERS)
+# Those of some kinds of data alone.
+_OWN: dict[str, tuple[Callable[[str], object], str]] = {
+    "text": (str, "the name of a column"),
+    "inputs": (str, "the name of an array"),
+    "target": (str, "the name of a column or an array"),
+    "length": (_positive, "a number of tokens, at least 1"),
+    "pack": (_positive, "a number of tokens, at least 1"),
+    "config": (str, "the name of a configuration"),
+    "revision": (str, "the name of a revision"),
+    "stream": (_yes, "1 or 0"),
+    "seed": (_whole, "a seed, a whole number from 0"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -15,10 +16,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ewc_finetune.address import Address, parse, suggest
-from ewc_finetune.choices import SPLITS, Split
+from ewc_finetune.choices import Split
 from ewc_finetune.data.domain import Domain, as_domain
-from ewc_finetune.data.options import Options, read_options
+from ewc_finetune.data.hugging_face import load_hugging_face
+from ewc_finetune.data.images import load_image_folder, load_images
+from ewc_finetune.data.options import COMMON, Options, read_options
+from ewc_finetune.data.tables import load_csv, load_npz
+from ewc_finetune.data.texts import load_generated, load_text
 from ewc_finetune.errors import DataError, UsageError
+from ewc_finetune.importing import find, value_of, working_directory_on_path
 
 ENVIRONMENT = "EWC_FT_DATA"
 
@@ -36,26 +42,21 @@ def load_domain(spec: str, default_split: Split, data_dir: str | Path | None = N
         DataError: if the data is not there, or nothing is left of it.
     """
     address = parse(spec)
-    options = read_options(address)
     kind, colon, place = address.head.partition(":")
-    split: Split = options.split or default_split  # type: ignore[assignment]
+    if kind in _PLACES:
+        load, own = _PLACES[kind]
+        options = read_options(address, own)
+        return _select(load(address, place, options.split or default_split, options), options)
+    if kind not in _IN_MEMORY and all(part.isidentifier() for part in [*kind.split("."), place]):
+        return _call(address, kind, place, default_split)
+    options = read_options(address)
+    if kind not in _IN_MEMORY or colon:
+        forms = [f"{name}:{'N' if name == 'generate' else 'PATH'}" for name in _PLACES]
+        raise UsageError(f"{spec}: no data is called {kind!r}. {suggest(kind, [*_IN_MEMORY, *forms, _FUNCTION])}")
+    split: Split = options.split or default_split
     folder = Path(data_dir or os.environ.get(ENVIRONMENT) or Path.home() / ".cache" / "ewc-finetune" / "data")
-    if kind == "imagefolder":
-        if not place:
-            raise UsageError(f"{spec}: name the folder, as in imagefolder:photos/?size=64")
-        domain = _image_folder(address, Path(place).expanduser(), split, options)
-    elif kind == "images":
-        if not place:
-            raise UsageError(f"{spec}: name the folder, as in images:logged/?size=224")
-        domain = _images(address, Path(place).expanduser(), options)
-    elif kind in _IN_MEMORY and not colon:
-        images, labels, classes = _IN_MEMORY[kind](split, folder)
-        domain = Domain(str(address), TensorDataset(images, labels), classes, labels, split)
-    else:
-        raise UsageError(
-            f"{spec}: no data is called {kind!r}. {suggest(kind, [*_IN_MEMORY, 'imagefolder:PATH', 'images:PATH'])}"
-        )
-    return _select(domain, options)
+    images, labels, classes = _IN_MEMORY[kind](split, folder)
+    return _select(Domain(str(address), TensorDataset(images, labels), classes, labels, split), options)
 
 
 def resolve_domain(data: object, default_split: Split, data_dir: str | Path | None = None) -> Domain:
@@ -80,8 +81,30 @@ def _is_domain(item: object) -> bool:
     return isinstance(item, (str, Domain, Dataset, DataLoader))
 
 
+def _call(address: Address, module: str, name: str, default_split: Split) -> Domain:
+    """Call a function of the user's for a dataset; options that are none of ours are its arguments."""
+    with working_directory_on_path(first=True):
+        function = find(f"{module}:{name}", "data", DataError)
+    if not callable(function):
+        raise DataError(f"{address}: {name} is a {type(function).__name__}; expected a function that returns a dataset")
+    arguments = {key: value_of(text) for key, text in address.options.items() if key not in COMMON}
+    options = read_options(Address(address.head, {k: v for k, v in address.options.items() if k in COMMON}))
+    takes_split = "split" in inspect.signature(function).parameters
+    split: Split = options.split or default_split
+    if options.split and not takes_split:
+        raise UsageError(f"{address}: {name} takes no argument split, so it has no splits to choose from")
+    try:
+        found = function(**arguments, **({"split": split} if takes_split else {}))
+    except Exception as error:
+        raise DataError(f"{address}: {name} failed with {type(error).__name__}: {error}") from error
+    domain = replace(as_domain(found, str(address)), name=str(address), split=split if takes_split else None)
+    return _select(domain, options)
+
+
 def _select(domain: Domain, options: Options) -> Domain:
-    size = domain.size or 0
+    if domain.size is None:
+        return domain
+    size = domain.size
     kept = options.keep(size, domain.labels)
     if not len(kept) and domain.labels is not None:
         present = ", ".join(map(str, sorted(set(domain.labels.tolist()))))
@@ -92,9 +115,11 @@ def _select(domain: Domain, options: Options) -> Domain:
         domain = replace(domain, active=tuple(sorted({output for part in options.active for output in part})))
     if not isinstance(domain.samples, TensorDataset):
         if options.offset:
-            raise UsageError(f"{domain.name}: offset is for data that is in memory, not for folders of images")
+            raise UsageError(f"{domain.name}: offset is for arrays and images in memory")
         return domain
     images, *labels = domain.samples.tensors
+    if options.changes_images and images.ndim != 4:
+        raise UsageError(f"{domain.name}: its samples are no images, so they cannot be resized, turned or permuted")
     if options.changes_images:
         images = torch.cat([options.apply(part) for part in torch.split(images, 4096)])
     if options.offset and domain.labels is not None:
@@ -102,6 +127,18 @@ def _select(domain: Domain, options: Options) -> Domain:
         return replace(domain, samples=TensorDataset(images, moved), labels=moved, classes=None)
     return replace(domain, samples=TensorDataset(images, *labels))
 
+
+# Kinds of data that have a place behind a colon, each with its own options.
+_PLACES: dict[str, tuple[Callable[[Address, str, Split, Options], Domain], tuple[str, ...]]] = {
+    "imagefolder": (load_image_folder, ()),
+    "images": (load_images, ()),
+    "npz": (load_npz, ("inputs", "target")),
+    "csv": (load_csv, ("text", "target", "length", "pack")),
+    "hf": (load_hugging_face, ("text", "target", "length", "pack", "config", "revision", "stream")),
+    "text": (load_text, ("length", "pack")),
+    "generate": (load_generated, ("length", "seed")),
+}
+_FUNCTION = "package.module:function"
 
 InMemory = tuple[Tensor, Tensor, tuple[str, ...]]
 
@@ -159,77 +196,3 @@ _IN_MEMORY: dict[str, Callable[[Split, Path], InMemory]] = {
     "cifar10": _torchvision("CIFAR10"),
     "digits": _digits,
 }
-
-
-class _Images(Dataset[Any]):
-    """Image files, decoded when asked for: uint8 tensors of shape `(channels, height, width)`, with labels if any."""
-
-    def __init__(self, files: list[tuple[str, int | None]], options: Options) -> None:
-        self.files = files
-        self.options = options
-        self.shape: tuple[int, ...] | None = None
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, index: int) -> Tensor | tuple[Tensor, int]:
-        from PIL import Image, UnidentifiedImageError
-        from torchvision.transforms.v2.functional import pil_to_tensor
-
-        path, label = self.files[index]
-        try:
-            with Image.open(path) as picture:
-                image = pil_to_tensor(picture.convert("RGB"))
-        except (UnidentifiedImageError, OSError) as error:
-            raise DataError(f"{path} cannot be read as an image ({error}). Repair it or take it out") from error
-        image = self.options.apply(image)
-        self.shape = self.shape or tuple(image.shape)
-        if tuple(image.shape) != self.shape:
-            raise DataError(
-                f"{path} has shape {tuple(image.shape)} and the images before it {self.shape}; "
-                "make them alike with ?size=PIXELS"
-            )
-        return image if label is None else (image, label)
-
-
-def _image_folder(address: Address, root: Path, split: Split, options: Options) -> Domain:
-    """A folder with a folder of images for each class, by itself or under `train/` and `test/`.
-
-    Classes are numbered over both splits together, so that a class that one of them lacks moves no other.
-    """
-    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
-
-    if not root.is_dir():
-        raise DataError(f"there is no folder {root}, which {address} names")
-    splits = {name: root / name for name in SPLITS if _folders_in(root / name)}
-    if options.split and not splits:
-        raise DataError(f"{address}: {root} has no folders train/ and test/, so it has no splits to choose from")
-    folder = splits.get(split) if splits else root
-    if folder is None:
-        raise DataError(f"{address}: there is no folder {root / split} with a folder for each class")
-    classes = sorted({name for part in (splits.values() or [root]) for name in _folders_in(part)})
-    numbers = {name: number for number, name in enumerate(classes)}
-    files = make_dataset(str(folder), numbers, extensions=IMG_EXTENSIONS, allow_empty=True) if classes else []
-    if not files:
-        raise DataError(f"{folder} holds no images. Expected a folder for each class, with images in it")
-    labels = torch.tensor([label for _, label in files], dtype=torch.long)
-    return Domain(str(address), _Images(files, options), tuple(classes), labels, split if len(splits) == 2 else None)
-
-
-def _images(address: Address, root: Path, options: Options) -> Domain:
-    """All the images under a folder, however deep, without labels: logged inputs, say."""
-    from torchvision.datasets.folder import IMG_EXTENSIONS
-
-    for option in ("split", "classes"):
-        if getattr(options, option) is not None:
-            raise UsageError(f"{address}: images have no {option}, for they have no labels; imagefolder:PATH has")
-    if not root.is_dir():
-        raise DataError(f"there is no folder {root}, which {address} names")
-    files = sorted(str(path) for path in root.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS and path.is_file())
-    if not files:
-        raise DataError(f"{root} holds no images, in itself or in any folder of it")
-    return Domain(str(address), _Images([(path, None) for path in files], options))
-
-
-def _folders_in(folder: Path) -> list[str]:
-    return [entry.name for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []

@@ -18,7 +18,7 @@ from ewc_finetune.address import parse, suggest
 from ewc_finetune.anchor import Anchor, cpu_copy, validate
 from ewc_finetune.checkpoint.architecture import builds_by_itself
 from ewc_finetune.checkpoint.checkpoint import FROZEN
-from ewc_finetune.checkpoint.opening import open_model
+from ewc_finetune.checkpoint.opening import open_model, place_of
 from ewc_finetune.choices import (
     CURVATURES,
     ESTIMATORS,
@@ -35,6 +35,7 @@ from ewc_finetune.curvature.fisher import Fisher, compute_fisher
 from ewc_finetune.curvature.importance import importance_by_layer
 from ewc_finetune.data.domain import Batch, Domain, Fingerprint
 from ewc_finetune.data.layout import feed
+from ewc_finetune.data.preprocessing import preprocessed
 from ewc_finetune.data.sources import resolve_domain
 from ewc_finetune.devices import choose_device, on_device, random_state_kept
 from ewc_finetune.errors import UsageError
@@ -67,7 +68,7 @@ def consolidate(
     rtol: float = DEFAULT_RTOL,
     rules: bool = True,
     batch_size: int = 200,
-    likelihood: LikelihoodName = "categorical",
+    likelihood: LikelihoodName | None = None,
     exclude: Sequence[str] = (),
     lineage: Sequence[dict[str, Any]] | None = None,
     head: dict[str, Any] | None = None,
@@ -83,7 +84,7 @@ def consolidate(
     The model is left exactly as it was. The same seed on the same machine gives the same bytes.
 
     Args:
-        model: A module or a checkpoint file.
+        model: A module, a checkpoint file or model folder, or `hf:org/name`.
         data: The data it was trained on: a data spec (its train split unless it says), dataset or loader. It needs no
             labels, but for the `empirical` and `batched` estimators.
         architecture: What to build for a checkpoint that doesn't carry it; recorded in the anchor.
@@ -106,7 +107,8 @@ def consolidate(
         rtol: See `samples`.
         rules: Whether to use layer rules, which are fast; without them each parameter takes the fallback.
         batch_size: Samples at once; matters to the result for `batched` alone.
-        likelihood: How outputs become log p(y | x).
+        likelihood: How outputs become log p(y | x); what the model's task takes unless given (per-token for language
+            models of transformers, bernoulli for several labels), else categorical.
         exclude: Patterns (`head.*`) of parameters to leave free.
         lineage: Anchors that a module was already trained under (`Finetuned.lineage`); a file carries its own.
         head: Of a module that was given a new last layer (`Finetuned.head`); likewise.
@@ -154,17 +156,19 @@ def consolidate(
             "a subclass of torch.nn.Module"
         )
     domain = resolve_domain(data, "train", data_dir)
+    likelihood = likelihood or opened.likelihood
     rule = domain.likelihood(get_likelihood(likelihood))
     excluded = _excluded(opened.model, exclude)
     where = choose_device(device)
     limit = samples if isinstance(samples, int) else None
-    chosen = _subset(domain, limit, seed)
     # Whoever may stop at any sample must have met them in no particular order.
     order = torch.Generator().manual_seed(seed) if samples == "auto" else None
     if order is not None and not domain.indexable:
         progress.note(f"{domain.name} comes in an order of its own, in which --samples auto takes it")
     fingerprint = Fingerprint()
     with on_device(opened.model, where), random_state_kept(where, seed):
+        domain = preprocessed(domain, opened.purpose, opened.model, opened.label)
+        chosen = _subset(domain, limit, seed)
         layout = prepare(opened.model, domain, rule, where, opened.record, progress)
         parameters = {n: p for n, p in opened.model.named_parameters() if n not in excluded}
         if curvature == "identity":
@@ -233,8 +237,8 @@ def consolidate(
 
 
 def default_output(model: str | Path) -> Path:
-    """Return where the anchor of a checkpoint file goes: beside it, `model.pt` to `model.anchor.safetensors`."""
-    return beside(Path(model), ".anchor.safetensors")
+    """Return where the anchor of a checkpoint goes: beside it, `model.pt` to `model.anchor.safetensors`."""
+    return beside(place_of(model), ".anchor.safetensors")
 
 
 def _check_kfac(curvature: Curvature, kfac_form: str, kfac_rank: Rank, kfac_dtype: str) -> None:

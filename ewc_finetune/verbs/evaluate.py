@@ -15,6 +15,7 @@ from ewc_finetune.checkpoint.opening import open_model
 from ewc_finetune.choices import LikelihoodName
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.layout import Layout, feed
+from ewc_finetune.data.preprocessing import preprocessed
 from ewc_finetune.data.sources import resolve_domains
 from ewc_finetune.devices import choose_device, on_device, random_state_kept
 from ewc_finetune.errors import DataError, NonFiniteError, UsageError
@@ -24,6 +25,9 @@ from ewc_finetune.likelihood import Likelihood, get_likelihood
 from ewc_finetune.modes import evaluating
 from ewc_finetune.progress import Bar, Progress, Silent
 from ewc_finetune.verbs.prepare import prepare
+
+# Of e, in float64.
+_LARGEST_EXPONENT = 700.0
 
 
 @dataclass(frozen=True)
@@ -36,16 +40,20 @@ class Score:
         loss: Mean negative log-likelihood, in nats.
         accuracy: Share of samples that the model gets right, 0 to 1 (of a sample's tokens or answers, the mean share);
             None where nothing is right or wrong (gaussian).
+        perplexity: Of the per-token likelihood: e to the mean loss of a token; None for the others.
     """
 
     domain: str
     samples: int
     loss: float
     accuracy: float | None
+    perplexity: float | None = None
 
     @property
     def main(self) -> str:
         """The figure to look at first, for people."""
+        if self.perplexity is not None:
+            return f"perplexity {self.perplexity:.2f}"
         return f"{self.accuracy:.4f}" if self.accuracy is not None else f"loss {self.loss:.4f}"
 
 
@@ -55,7 +63,7 @@ def evaluate(
     *,
     architecture: str | None = None,
     trust_pickle: bool = False,
-    likelihood: LikelihoodName = "categorical",
+    likelihood: LikelihoodName | None = None,
     head: Anchor | str | Path | None = None,
     batch_size: int = 500,
     device: str = "auto",
@@ -65,12 +73,13 @@ def evaluate(
     """Score a model on one domain or several.
 
     Args:
-        model: A module (left as it was), a checkpoint file, or an anchor file.
+        model: A module (left as it was), a checkpoint file or model folder, `hf:org/name`, or an anchor file.
         data: A data spec, dataset or loader; or a list of specs or datasets; or a dict of such, by name. Specs mean
             their test split unless they say.
         architecture: What to build for a checkpoint that doesn't carry it.
         trust_pickle: Whether code in the checkpoint may run (a pickled module).
-        likelihood: How outputs become log p(y | x).
+        likelihood: How outputs become log p(y | x); what the model's task takes unless given (per-token for language
+            models of transformers, bernoulli for several labels), else categorical.
         head: An anchor whose last layer takes the place of the model's, where that was fine-tuned with a new one.
         batch_size: Samples at once.
         device: `auto`, `cpu`, `cuda` or `mps`.
@@ -89,11 +98,12 @@ def evaluate(
         classes = replace(opened.record, classes=anchor.provenance.classes)
         opened = replace(opened, model=with_head_of(opened.model, anchor), record=classes)
     where = choose_device(device)
-    rule = get_likelihood(likelihood)
+    rule = get_likelihood(likelihood or opened.likelihood)
     if batch_size < 1:
         raise UsageError(f"batch size is {batch_size}; expected at least 1")
     domains = resolve_domains(data, "test", data_dir)
     with on_device(opened.model, where), random_state_kept(where):
+        domains = [preprocessed(d, opened.purpose, opened.model, opened.label) for d in domains]
         layouts = [prepare(opened.model, d, d.likelihood(rule), where, opened.record, progress) for d in domains]
         scores = []
         for domain, layout in zip(domains, layouts, strict=True):
@@ -119,7 +129,7 @@ def score(
         DataError: if the domain has no labels, or labels that the model has no outputs for.
         NonFiniteError: if the loss is not finite.
     """
-    samples, loss, right = 0, 0.0, 0.0
+    samples, loss, right, tokens = 0, 0.0, 0.0, 0
     with evaluating(model):
         for inputs, labels in feed(domain.batches(batch_size), layout, model, device):
             if labels is None:
@@ -130,6 +140,7 @@ def score(
             loss += likelihood.loss(outputs, labels).item() * len(labels)
             right += likelihood.right(outputs, labels).item()
             samples += len(labels)
+            tokens += likelihood.count_tokens(labels) or 0
             if bar is not None:
                 bar.advance(len(labels))
     if samples == 0:
@@ -137,4 +148,5 @@ def score(
     if not math.isfinite(loss):
         raise NonFiniteError(f"{domain.name}: the model's loss is {loss}. Check its weights and the data's values")
     accuracy = right / samples if likelihood.metric is not None else None
-    return Score(domain.name, samples, loss / samples, accuracy)
+    perplexity = math.exp(min(loss / tokens, _LARGEST_EXPONENT)) if tokens else None
+    return Score(domain.name, samples, loss / samples, accuracy, perplexity)

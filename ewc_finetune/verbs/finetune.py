@@ -17,7 +17,16 @@ from ewc_finetune.anchor import Anchor
 from ewc_finetune.checkpoint.architecture import FORMS, looks_like_architecture
 from ewc_finetune.checkpoint.checkpoint import Record, check_ending
 from ewc_finetune.checkpoint.from_anchor import FromAnchor
-from ewc_finetune.checkpoint.opening import Opened, ending_of, open_checkpoint, open_fresh, open_model
+from ewc_finetune.checkpoint.hugging_face import HuggingFace
+from ewc_finetune.checkpoint.opening import (
+    Opened,
+    ending_of,
+    is_there,
+    open_checkpoint,
+    open_fresh,
+    open_model,
+    place_of,
+)
 from ewc_finetune.checkpoint.state_dict import StateDict, save_state_dict
 from ewc_finetune.choices import (
     HEADS,
@@ -34,13 +43,11 @@ from ewc_finetune.choices import (
     check_choice,
 )
 from ewc_finetune.data.domain import Domain
-from ewc_finetune.data.layout import Layout
 from ewc_finetune.data.sources import resolve_domain, resolve_domains
 from ewc_finetune.devices import choose_device, on_device, random_state_kept
 from ewc_finetune.errors import CheckpointError, StorageError, UsageError
 from ewc_finetune.figures import draw_run
 from ewc_finetune.files import beside, check_output
-from ewc_finetune.heads import find_head
 from ewc_finetune.likelihood import Likelihood, get_likelihood
 from ewc_finetune.modes import normalisation_layers
 from ewc_finetune.penalty import Penalty
@@ -48,12 +55,11 @@ from ewc_finetune.precision import float32_weights
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.provenance import Provenance
 from ewc_finetune.runs import RunFolder
-from ewc_finetune.stack import lineage_of, of_one_head, remarks, spread_lambdas
+from ewc_finetune.stack import spread_lambdas
 from ewc_finetune.training import Schedule, train
 from ewc_finetune.verbs.evaluate import Score
-from ewc_finetune.verbs.head import class_names, give_head, head_names
 from ewc_finetune.verbs.journal import Journal
-from ewc_finetune.verbs.prepare import prepare
+from ewc_finetune.verbs.setup import Setup, set_up
 
 DEFAULT_LAMBDA = {"diagonal": 100.0, "identity": 100.0, "kfac": 10.0}
 
@@ -119,8 +125,9 @@ def finetune(
     The same seed on the same machine gives the same bytes.
 
     Args:
-        model: A module (trained in place, left in eval mode without gradients), a checkpoint file, or an architecture
-            such as `mlp` (fresh weights). None starts from the weights of the last anchor.
+        model: A module (trained in place, left in eval mode without gradients), a checkpoint file or model folder,
+            `hf:org/name`, or an architecture such as `mlp` (fresh weights). None starts from the weights of the last
+            anchor.
         data: The new domain: a data spec (its train split unless it says), dataset or loader.
         anchors: Anchors or their files, oldest first.
         lambdas: Strength of the penalty, one for all or one for each anchor; unless given 10 for those of K-FAC and 100
@@ -141,13 +148,14 @@ def finetune(
         momentum: Of `sgd` alone.
         norm_stats: `frozen` keeps running statistics as they are, `update` lets them follow the new data. Unless
             given: frozen, but update for fresh weights, whose statistics nothing has filled yet.
-        likelihood: How outputs become the loss, -log p(y | x); the anchors' unless given, and categorical without any.
+        likelihood: How outputs become the loss, -log p(y | x); the anchors' unless given, without any that of the
+            model's task (see `consolidate`).
         eval_on: Domains to score before and after each epoch, a list of specs or datasets or a dict of such by name
             (specs mean their test split unless they say); the test split of `data` unless given, where it has one.
         seed: Of fresh weights, the order of samples, and dropout.
         device: `auto`, `cpu`, `cuda` or `mps`.
         data_dir: Where downloaded data lies.
-        output: Checkpoint file to write, in the format of the one that the run starts from (fresh weights and modules
+        output: Checkpoint to write, in the format of the one that the run starts from (fresh weights and modules
             as a state dict); beside it goes the run folder, of the same name with `.run`.
         overwrite: Whether these may be replaced.
         log_every: Steps between two lines of the log.
@@ -171,38 +179,30 @@ def finetune(
         _check_output(output, start, overwrite, [model, *given])
     policy: NormStats = norm_stats or ("update" if fresh else "frozen")
     schedule = Schedule(epochs, lr, batch_size, optimizer, momentum, policy, log_every)
-    rule = get_likelihood(_likelihood(likelihood, stacked))
+    rule = get_likelihood(_likelihood(likelihood, stacked, start))
     where = choose_device(device)
-    start = replace(start, record=_known(start.record, stacked))
     with on_device(start.model, where), random_state_kept(where, seed), contextlib.ExitStack() as undoing:
-        old = find_head(start.model) if head != "shared" else None
-        if old is not None:
-            undoing.callback(start.model.set_submodule, *old)
-            start = give_head(start, head, domain, seed, output is not None, progress)
-        known_of_files = [remark for anchor in stacked for remark in anchor.remarks]
-        for remark in known_of_files + remarks(stacked, lineage, ("the model", start.record.head)):
-            progress.note(remark)
-        known, outputs = start.record, None if old is None else find_head(start.model)[1].out_features
-        layout = prepare(start.model, domain, domain.likelihood(rule), where, known, progress, outputs)
-        watched = [
-            (watch, prepare(start.model, watch, watch.likelihood(rule), where, known, Silent()))
-            for watch in _watched(eval_on, data, domain, stacked, data_dir, progress, head)
-        ]
-        held = of_one_head(stacked, known.head)
-        growing = head_names(old) if head == "expand" else ()
-        penalty = Penalty(start.model, held, strengths, penalty_form, lineage, growing=growing) if stacked else None
-        _say(progress, start, stacked, strengths, penalty, schedule, fresh)
-        record = Record(
-            architecture=known.architecture,
-            input=layout.to_json(),
-            classes=class_names(known, domain, head),
-            head=known.head,
-            lineage=known.lineage + [e for e in lineage_of(stacked, strengths) if e not in known.lineage],
-            frozen=known.frozen,
+        job = set_up(
+            replace(start, record=_known(start.record, stacked)),
+            domain,
+            _watched(eval_on, data, domain, stacked, data_dir, progress, head),
+            stacked,
+            strengths,
+            rule,
+            device=where,
+            penalty_form=penalty_form,
+            lineage=lineage,
+            head=head,
+            seed=seed,
+            written=output is not None,
+            undoing=undoing,
+            progress=progress,
         )
+        start, domain, penalty = job.start, job.domain, job.penalty
+        _say(progress, start, stacked, strengths, penalty, schedule, fresh)
         folder = None
         if output is not None:
-            options = _options(start, stacked, strengths, domain, watched, data_dir, layout, rule, schedule)
+            options = _options(job, stacked, strengths, data_dir, rule, schedule)
             options |= {
                 "penalty_form": penalty_form,
                 "lineage": lineage,
@@ -216,7 +216,9 @@ def finetune(
         # From here on it is the journal that undoes what a run leaves unfinished.
         undo = undoing.pop_all().close
         mine = isinstance(model, nn.Module)
-        journal = Journal(start.model, watched, rule, 2 * batch_size, where, record, folder, mine, progress, undo)
+        journal = Journal(
+            start.model, job.watched, rule, 2 * batch_size, where, job.record, folder, mine, progress, undo
+        )
         try:
             before = journal.score(0, 0)
             batches = domain.count_batches(batch_size)
@@ -226,7 +228,7 @@ def finetune(
             ):
                 shuffle = torch.Generator().manual_seed(seed)
                 own = domain.likelihood(rule)
-                steps = train(start.model, domain, layout, own, penalty, schedule, shuffle, bar, journal)
+                steps = train(start.model, domain, job.layout, own, penalty, schedule, shuffle, bar, journal)
             start.model.zero_grad(set_to_none=True)
             start.model.eval()
             if journal.dtypes:
@@ -234,7 +236,9 @@ def finetune(
                 journal.score(epochs, steps)
             after = journal.scores
             if output is not None and folder is not None:
-                (save_state_dict if start.checkpoint is None else start.checkpoint.save)(output, start.model, record)
+                (save_state_dict if start.checkpoint is None else start.checkpoint.save)(
+                    output, start.model, job.record
+                )
                 draw_run(folder.path / "figure.png", journal.history, f"Fine-tuning on {domain.name}")
                 folder.finish(steps=steps, before=[asdict(s) for s in before], after=[asdict(s) for s in after])
         except BaseException as error:
@@ -247,8 +251,8 @@ def finetune(
         history=journal.history,
         steps=steps,
         norm_stats=policy,
-        lineage=record.lineage,
-        head=record.head,
+        lineage=job.record.lineage,
+        head=job.record.head,
         output=output,
         run=None if folder is None else folder.path,
     )
@@ -256,9 +260,11 @@ def finetune(
 
 def default_output(model: str | Path | None, anchors: Sequence[str | Path], data: str) -> Path:
     """Return where the checkpoint goes: beside the newest anchor, else the model, named for it and the new data."""
-    source = Path(anchors[-1]) if anchors else Path(str(model).partition("?")[0].replace(":", "-"))
+    there = model is not None and is_there(model)
+    named = place_of(str(model)) if there else Path(str(model).partition("?")[0].replace(":", "-"))
+    source = Path(anchors[-1]) if anchors else named
     stem = beside(source, "").name.removesuffix(".anchor")
-    ending = ending_of(model if model is not None and Path(model).is_file() else source)
+    ending = ending_of(model if model is not None and there else source)
     return source.with_name(f"{stem}-{re.sub(r'[^A-Za-z0-9]+', '-', data).strip('-')}{ending}")
 
 
@@ -266,7 +272,7 @@ def _check_output(output: Path, start: Opened, overwrite: bool, inputs: Sequence
     """Check the checkpoint's path, and that the run folder beside it takes nothing away."""
     kind = start.checkpoint or StateDict
     for path in [output] if start.checkpoint is None else start.checkpoint.outputs(output):
-        check_output(path, overwrite, inputs)
+        check_output(path, overwrite, inputs, folder=kind.format == HuggingFace.format)
     check_ending(output, kind.format, kind.ending)
     folder = beside(output, ".run")
     if folder == output:
@@ -321,21 +327,13 @@ def _start(
         if not anchors:
             raise UsageError("there is nothing to start from; name --anchors, or a --model for plain training")
         return open_checkpoint(FromAnchor(anchors[-1]), architecture), False
-    if isinstance(model, nn.Module) or Path(model).is_file():
+    if isinstance(model, nn.Module) or is_there(model):
         return open_model(model, architecture, trust_pickle=trust_pickle), False
     if not looks_like_architecture(str(model)):
         raise CheckpointError(f"there is no checkpoint at {model}, and it names no architecture either: {FORMS}")
     if architecture is not None:
         raise UsageError(f"--model {model} is an architecture already; --arch says what a checkpoint file holds")
     return open_fresh(str(model), _sample_shape(domain), domain.count_classes(), seed), True
-
-
-def _known(record: Record, anchors: Sequence[Anchor]) -> Record:
-    """Return what is known of the model: one that was passed in knows nothing of its data, but its anchors do."""
-    if anchors and not record.input:
-        origin = anchors[-1].provenance
-        return replace(record, input=origin.input, classes=origin.classes, head=origin.head)
-    return record
 
 
 def _sample_shape(domain: Domain) -> tuple[int, ...]:
@@ -372,17 +370,15 @@ def _watched(
 
 
 def _options(
-    start: Opened,
+    job: Setup,
     anchors: Sequence[Anchor],
     strengths: Sequence[float],
-    domain: Domain,
-    watched: Sequence[tuple[Domain, Layout]],
     data_dir: str | Path | None,
-    layout: Layout,
     likelihood: Likelihood,
     schedule: Schedule,
 ) -> dict[str, Any]:
     """Return what `run.json` says of how the run was set up."""
+    start, domain = job.start, job.domain
     return {
         "model": start.label,
         "checkpoint": {"sha256": start.sha256, "architecture": start.record.architecture},
@@ -391,22 +387,30 @@ def _options(
             for anchor, strength in zip(anchors, strengths, strict=True)
         ],
         "data": {"spec": domain.name, "split": domain.split, "size": domain.size},
-        "eval": [{"spec": d.name, "split": d.split, "size": d.size} for d, _ in watched],
+        "eval": [{"spec": d.name, "split": d.split, "size": d.size} for d, _ in job.watched],
         "data_dir": None if data_dir is None else str(data_dir),
-        "input": layout.to_json(),
+        "input": job.layout.to_json(),
         "likelihood": likelihood.name,
         **asdict(schedule),
     }
 
 
-def _likelihood(asked: LikelihoodName | None, anchors: Sequence[Anchor]) -> str:
-    known = anchors[-1].provenance.likelihood if anchors else asked or "categorical"
+def _likelihood(asked: LikelihoodName | None, anchors: Sequence[Anchor], start: Opened) -> str:
+    known = anchors[-1].provenance.likelihood if anchors else asked or start.likelihood
     if asked is not None and asked != known:
         raise UsageError(
             f"likelihood is {asked}, and {anchors[-1].label} was made with {known}; a penalty goes with the loss that "
             "its curvature is of"
         )
     return known
+
+
+def _known(record: Record, anchors: Sequence[Anchor]) -> Record:
+    """Return what is known of the model: one that was passed in knows nothing of its data, but its anchors do."""
+    if anchors and not record.input:
+        origin = anchors[-1].provenance
+        return replace(record, input=origin.input, classes=origin.classes, head=origin.head)
+    return record
 
 
 def _warn_of_overshooting(progress: Progress, penalty: Penalty | None, schedule: Schedule) -> None:

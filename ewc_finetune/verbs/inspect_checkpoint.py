@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.hugging_face import HuggingFace
 from ewc_finetune.checkpoint.opening import globals_asked_for, load_checkpoint, open_checkpoint
-from ewc_finetune.checkpoint.weights import Weights
 from ewc_finetune.errors import ArchitectureError, CheckpointError
 from ewc_finetune.modes import normalisation_layers
 
@@ -84,17 +84,17 @@ def inspect_checkpoint(
     Raises:
         EwcError: naming what is wrong with the file.
     """
-    file = Path(file)
+    named, file = file, Path(file)
     unsafe = globals_asked_for(file) if file.is_file() else []
     try:
-        checkpoint = load_checkpoint(file, trust_pickle=trust_pickle)
+        checkpoint = load_checkpoint(named, trust_pickle=trust_pickle)
     except CheckpointError:
         if not unsafe:
             raise
         size = file.stat().st_size
         reason = "not known, since it was not loaded"
         return CheckpointInspection(file, size, "pickle", None, reason, {}, [], [], unsafe, Record(), ())
-    state: Mapping[str, Any] = checkpoint.state if isinstance(checkpoint, Weights) else {}
+    state: Mapping[str, Any] = checkpoint.state
     failed: str | None = None
     layers: list[str] = []
     try:
@@ -107,7 +107,7 @@ def inspect_checkpoint(
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     return CheckpointInspection(
         file=file,
-        bytes=file.stat().st_size,
+        bytes=_size(checkpoint.folder if isinstance(checkpoint, HuggingFace) else file),
         format=checkpoint.format,
         architecture=architecture,
         reason=failed,
@@ -117,6 +117,12 @@ def inspect_checkpoint(
         unsafe=unsafe,
         record=checkpoint.record,
         remarks=checkpoint.remarks,
+    )
+
+
+def _size(path: Path) -> int:
+    return (
+        sum(part.stat().st_size for part in path.iterdir() if part.is_file()) if path.is_dir() else path.stat().st_size
     )
 
 

@@ -1,0 +1,114 @@
+"""Datasets of Hugging Face: on the Hub, or local files of parquet, JSON lines or CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ewc_finetune.address import Address
+from ewc_finetune.choices import Split
+from ewc_finetune.data.domain import Domain
+from ewc_finetune.data.options import Options
+from ewc_finetune.data.tables import TEXTS, check_column, labels_of, target_columns
+from ewc_finetune.data.texts import Texts, TextStream
+from ewc_finetune.errors import DataError, UsageError
+
+_IMAGES = ("image", "img")
+_KINDS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+# Which of a dataset's splits stands for ours, the first that there is.
+_SPLITS = {"train": ("train",), "test": ("test", "validation")}
+
+
+class ImageColumn(Dataset[Any]):
+    """Images of a column: uint8 tensors of shape `(channels, height, width)`, with labels if any."""
+
+    def __init__(self, images: Sequence[Any], labels: Tensor | None, options: Options) -> None:
+        self.images = images
+        self.labels = labels
+        self.options = options
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Tensor | tuple[Tensor, Tensor]:
+        from torchvision.transforms.v2.functional import pil_to_tensor
+
+        image = self.options.apply(pil_to_tensor(self.images[index].convert("RGB")))
+        return image if self.labels is None else (image, self.labels[index])
+
+
+def load_hugging_face(address: Address, place: str, split: Split, options: Options) -> Domain:
+    """Read a dataset of texts or images."""
+    if not place:
+        raise UsageError(f"{address}: name the dataset, as in hf:org/name?text=text&target=label or hf:reviews.jsonl")
+    splits = _load(address, place, options)
+    name = next((name for name in _SPLITS[split] if name in splits), None)
+    only = len(splits) == 1 and not options.split
+    if name is None and not only:
+        raise DataError(f"{address}: there is no {split} split; it has {', '.join(splits)}")
+    rows = splits[name] if name is not None else next(iter(splits.values()))
+    whole = None if only else split
+    columns = list(rows.column_names or [])
+    targets = target_columns(options.target, columns, str(address))
+    classes = _class_names(rows, targets)
+    text = options.text or next((name for name in TEXTS if name in columns), None)
+    if options.stream:
+        if text is None or len(targets) > 1:
+            raise UsageError(f"{address}: a stream is of texts, with one target at most; name the column with text=")
+        check_column(text, columns, str(address), "text")
+        found = TextStream(rows, text, targets[0] if targets else None, options.limit, options.length)
+        return Domain(str(address), found, classes, split=whole)
+    labels, names = labels_of([rows[name] for name in targets], f"{address}: {', '.join(targets)}")
+    classes = classes or names
+    image = next((name for name in _IMAGES if name in columns), None)
+    if text is None and image is not None:
+        return Domain(str(address), ImageColumn(rows[image], labels, options), classes, labels, whole)
+    if text is None:
+        raise UsageError(
+            f"{address}: which column has the texts? Name it with text=COLUMN. It has {', '.join(columns)}"
+        )
+    check_column(text, columns, str(address), "text")
+    return Domain(str(address), Texts(rows[text], labels, options.length, options.pack), classes, labels, whole)
+
+
+def _load(address: Address, place: str, options: Options) -> Mapping[str, Any]:
+    """Return the splits by name."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"{address} needs the package datasets; install it: pip install 'ewc-finetune[transformers]'"
+        ) from error
+    path = Path(place).expanduser()
+    settings: dict[str, Any] = {"streaming": options.stream, "name": options.config, "revision": options.revision}
+    if path.is_file():
+        kind = _KINDS.get(path.suffix)
+        if kind is None:
+            raise UsageError(f"{address}: {path.suffix or 'no ending'} is none of {', '.join(_KINDS)}")
+        arguments, settings = (kind,), {"data_files": str(path), "streaming": options.stream}
+    else:
+        arguments = (str(path) if path.is_dir() else place,)
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        found: Mapping[str, Any] = datasets.load_dataset(*arguments, **settings)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+        raise DataError(
+            f"{address} cannot be loaded ({reason}). Expected a dataset on the Hub, org/name, or a file or folder of "
+            "parquet, JSON lines or CSV"
+        ) from error
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+    return found
+
+
+def _class_names(rows: Any, targets: Sequence[str]) -> tuple[str, ...] | None:
+    feature = (rows.features or {}).get(targets[0]) if len(targets) == 1 else None
+    names = getattr(feature, "names", None)
+    return None if names is None else tuple(map(str, names))

@@ -1,0 +1,255 @@
+"""From raw texts and images to the inputs of a model of transformers, by its own tokenizer or image processor."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset, default_collate
+
+from ewc_finetune.data.domain import Domain
+from ewc_finetune.data.images import ImageFiles
+from ewc_finetune.data.texts import Generated, Texts, TextStream
+from ewc_finetune.errors import DataError, UsageError
+from ewc_finetune.likelihood import IGNORED
+from ewc_finetune.purpose import Purpose
+
+# Texts are cut to so many tokens where neither the data nor the model says.
+_LENGTH = 512
+# How BERT is trained: of all tokens so many are to be guessed, and of those so many are masked, and so many replaced.
+_GUESSED, _MASKED, _REPLACED = 0.15, 0.8, 0.1
+# How many samples are generated at once.
+_AT_ONCE = 64
+
+
+def preprocessed(domain: Domain, purpose: Purpose | None, model: nn.Module, label: str) -> Domain:
+    """Return a domain whose batches are inputs of the model; one whose samples are tensors of its own is left as it is.
+
+    A causal language model is to predict each next token, a masked one the tokens that were masked, always the same of
+    a text; what fills up the shorter texts of a batch is masked and has no label.
+
+    Args:
+        domain: Of texts, images, or samples to be generated.
+        purpose: What the model is for, if it is known.
+        model: On its device, in eval mode; generates samples.
+        label: What to call it in messages.
+
+    Raises:
+        DataError: if the model has nothing that makes inputs of such samples.
+        UsageError: if an option of the data is not for such a model.
+    """
+    kind = domain.samples
+    if isinstance(kind, (Texts, TextStream, Generated)):
+        if purpose is None or purpose.task in (None, "image classification"):
+            raise DataError(
+                f"{domain.name} has texts, and {label} is no language model or text classifier of transformers with "
+                "its tokenizer. Name its folder, or turn the texts into tensors of token ids first"
+            )
+        return _of_texts(domain, kind, purpose, model)
+    if purpose is not None and purpose.task == "image classification" and _is_image(domain):
+        if isinstance(kind, ImageFiles):
+            kind.alike = False  # the processor makes them so
+        processor = _processor(purpose.folder)
+        return replace(domain, collate=lambda samples: _images(processor, samples))
+    return domain
+
+
+def _of_texts(domain: Domain, samples: Texts | TextStream | Generated, purpose: Purpose, model: nn.Module) -> Domain:
+    tokenizer = _tokenizer(purpose.folder)
+    length = min(samples.length or purpose.length or _LENGTH, purpose.length or 1 << 30)
+    if isinstance(samples, Generated):
+        if purpose.task != "causal language model":
+            raise UsageError(f"{domain.name}: a {purpose.task} generates nothing; causal language models do")
+        ids = _generate(model, tokenizer, samples, length, domain.name)
+        return replace(domain, samples=_Ids(ids), collate=lambda found: _language(tokenizer, purpose, found))
+    if purpose.task == "text classification":
+        domain = _renumbered(domain, samples, purpose)
+        if purpose.likelihood == "gaussian" and domain.labels is not None and domain.labels.ndim == 1:
+            domain = replace(domain, labels=domain.labels.float()[:, None])
+
+        def classified(found: list[tuple[str, Tensor | None]]) -> Any:
+            encoded = _encode(tokenizer, [text for text, _ in found], length)
+            return dict(_padded(tokenizer, encoded)), _labels([label for _, label in found], purpose)
+
+        return replace(domain, collate=classified)
+    # What a language model is to say of a text is in the text.
+    domain = replace(domain, classes=None, labels=None)
+    if isinstance(samples, Texts) and samples.pack is not None:
+        blocks = _packed(tokenizer, samples, min(samples.pack, length), domain.name)
+        return replace(domain, samples=_Ids(blocks), collate=lambda found: _language(tokenizer, purpose, found))
+    return replace(
+        domain,
+        collate=lambda found: _language(tokenizer, purpose, _encode(tokenizer, [text for text, _ in found], length)),
+    )
+
+
+class _Ids(torch.utils.data.Dataset[list[int]]):
+    """Token ids, a list to a sample."""
+
+    def __init__(self, ids: Sequence[list[int]]) -> None:
+        self.ids = ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> list[int]:
+        return self.ids[index]
+
+
+def _encode(tokenizer: Any, texts: Sequence[str], length: int) -> list[list[int]]:
+    found: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=length)["input_ids"]
+    return found
+
+
+def _padded(tokenizer: Any, ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """Fill up on the right with tokens that are masked; an empty text is one such token."""
+    longest = max(1, *(len(sample) for sample in ids))
+    filler = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+    inputs = torch.full((len(ids), longest), filler)
+    mask = torch.zeros_like(inputs)
+    for row, sample in enumerate(ids):
+        inputs[row, : len(sample)] = torch.tensor(sample, dtype=torch.long)
+        mask[row, : max(1, len(sample))] = 1
+    return {"input_ids": inputs, "attention_mask": mask}
+
+
+def _language(tokenizer: Any, purpose: Purpose, ids: Sequence[Sequence[int]]) -> tuple[dict[str, Tensor], Tensor]:
+    inputs = _padded(tokenizer, ids)
+    labels = torch.full_like(inputs["input_ids"], IGNORED)
+    for row, sample in enumerate(ids):
+        if purpose.task == "causal language model":
+            labels[row, : len(sample) - 1] = torch.tensor(sample[1:], dtype=torch.long)
+        else:
+            _mask(tokenizer, inputs["input_ids"][row], labels[row], sample)
+    return inputs, labels
+
+
+def _mask(tokenizer: Any, inputs: Tensor, labels: Tensor, sample: Sequence[int]) -> None:
+    """Mask tokens as BERT was trained: which ones depends on the text alone."""
+    whole = torch.tensor(sample, dtype=torch.long)
+    draws = torch.Generator().manual_seed(zlib.crc32(whole.numpy().tobytes()))
+    special = torch.isin(whole, torch.tensor(tokenizer.all_special_ids, dtype=torch.long))
+    guessed = (torch.rand(len(sample), generator=draws) < _GUESSED) & ~special
+    labels[: len(sample)][guessed] = whole[guessed]
+    way = torch.rand(len(sample), generator=draws)
+    others = torch.randint(len(tokenizer), (len(sample),), generator=draws)
+    changed = torch.where(way < _MASKED, tokenizer.mask_token_id, whole)
+    changed = torch.where(way >= 1 - _REPLACED, others, changed)
+    inputs[: len(sample)] = torch.where(guessed, changed, whole)
+
+
+def _packed(tokenizer: Any, samples: Texts, pack: int, name: str) -> list[list[int]]:
+    """Join the texts, an end-of-text token behind each where there is one, and cut them; the last part is dropped."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    stream: list[int] = []
+    for start in range(0, len(samples), 1000):
+        texts = [str(text) for text in samples.texts[start : start + 1000]]
+        for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+            stream += ids + end
+    blocks = [stream[start : start + pack] for start in range(0, len(stream) - pack + 1, pack)]
+    if not blocks:
+        raise DataError(f"{name}: its texts have {len(stream)} tokens together, fewer than pack={pack}")
+    return blocks
+
+
+def _generate(model: nn.Module, tokenizer: Any, asked: Generated, length: int, name: str) -> list[list[int]]:
+    """Draw samples from the model's own distribution, token after token."""
+    from transformers import GenerationConfig
+
+    config: Any = model.config
+    known = (tokenizer.bos_token_id, getattr(config, "bos_token_id", None), tokenizer.eos_token_id)
+    begin = next((token for token in known if token is not None), None)
+    if begin is None:
+        raise DataError(f"{name}: neither the tokenizer nor the config names a token to begin with (bos_token_id)")
+    end = tokenizer.eos_token_id
+    plain = GenerationConfig(
+        do_sample=True,
+        top_k=0,
+        max_length=length,
+        bos_token_id=begin,
+        eos_token_id=end,
+        pad_token_id=end if end is not None else 0,
+    )
+    device = next(model.parameters()).device
+    torch.manual_seed(asked.seed)
+    found: list[list[int]] = []
+    while len(found) < asked.count:
+        first = torch.full((min(_AT_ONCE, asked.count - len(found)), 1), begin, device=device)
+        drawn = model.generate(  # type: ignore[operator]
+            first, attention_mask=torch.ones_like(first), generation_config=plain, use_cache=True
+        )
+        for row in drawn.tolist():
+            stop = row.index(end, 1) + 1 if end in row[1:] else len(row)
+            found.append(row[:stop])
+    return found
+
+
+def _renumbered(domain: Domain, samples: Texts | TextStream | Generated, purpose: Purpose) -> Domain:
+    """Give labels that are names the numbers that the model has for them."""
+    if not isinstance(samples, Texts) or domain.labels is None or not domain.classes or not purpose.classes:
+        return domain
+    if domain.classes == purpose.classes or not set(domain.classes) <= set(purpose.classes):
+        return domain
+    numbers = torch.tensor([purpose.classes.index(name) for name in domain.classes])
+    labels = numbers[domain.labels]
+    return replace(domain, samples=replace(samples, labels=labels), labels=labels, classes=purpose.classes)
+
+
+def _labels(labels: list[Tensor | None], purpose: Purpose) -> Tensor | None:
+    present = [label for label in labels if label is not None]
+    if len(present) < len(labels):
+        return None
+    found = torch.stack(present)
+    if purpose.likelihood == "gaussian" and found.ndim == 1:
+        found = found.float()[:, None]
+    return found
+
+
+def _is_image(domain: Domain) -> bool:
+    """Whether the samples are images as they come, in bytes; those in other numbers are somebody's inputs already."""
+    samples: Any = domain.samples
+    if isinstance(samples, TensorDataset):
+        return samples.tensors[0].dtype == torch.uint8 and samples.tensors[0].ndim == 4
+    if not domain.indexable or not len(samples):
+        return False
+    first = samples[0]
+    first = first[0] if isinstance(first, (tuple, list)) else first
+    return isinstance(first, Tensor) and first.dtype == torch.uint8 and first.ndim == 3
+
+
+def _images(processor: Any, samples: list[Any]) -> Any:
+    pairs = [sample if isinstance(sample, (tuple, list)) else (sample,) for sample in samples]
+    # Grey ones become colour, which is what processors know.
+    images = [pair[0].expand(3, -1, -1) if pair[0].shape[0] == 1 else pair[0] for pair in pairs]
+    inputs = processor(images=images, return_tensors="pt", input_data_format="channels_first")["pixel_values"]
+    return (inputs, default_collate([pair[1] for pair in pairs])) if len(pairs[0]) > 1 else inputs
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0][:200]
+        raise DataError(f"{folder} has no tokenizer that can be read ({reason}); save one into it") from error
+
+
+def _processor(folder: Path) -> Any:
+    from transformers import AutoImageProcessor
+
+    if not (folder / "preprocessor_config.json").is_file():
+        raise DataError(
+            f"{folder} has no image processor (preprocessor_config.json), which would say how images become inputs; "
+            "save one into it, or turn the images into tensors first"
+        )
+    try:
+        return AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0][:200]
+        raise DataError(f"{folder}: its image processor cannot be read ({reason})") from error

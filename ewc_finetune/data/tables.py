@@ -1,0 +1,172 @@
+"""Files of arrays and tables: `npz:` and `csv:`."""
+
+from __future__ import annotations
+
+import csv
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from ewc_finetune.address import Address, suggest
+from ewc_finetune.choices import Split
+from ewc_finetune.data.domain import Domain
+from ewc_finetune.data.options import Options
+from ewc_finetune.data.texts import Texts
+from ewc_finetune.errors import DataError, UsageError
+
+# What columns and arrays are called where the spec doesn't say.
+TEXTS = ("text", "sentence", "content")
+TARGETS = ("label", "labels", "target", "y")
+_INPUTS = ("x", "inputs", "images", "features", "data")
+
+
+def load_npz(address: Address, place: str, split: Split, options: Options) -> Domain:
+    """Read arrays: `x` and `y`, or `x_train`, `y_train`, `x_test` and `y_test`; nothing in the file is run."""
+    path = _file(address, place, "npz:arrays.npz?inputs=x&target=y")
+    try:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise DataError(f"{path} is one array; expected a .npz of several, as numpy.savez writes it")
+            names = list(file.files)
+            ending = f"_{split}" if any(name.endswith("_test") for name in names) else ""
+            if options.split and not ending:
+                raise DataError(f"{address}: {path} has no arrays that end in _train and _test, so it has no splits")
+            inputs = _choose(options.inputs, _INPUTS, names, address, "inputs", ending)
+            target = _choose(options.target, TARGETS, names, address, "target", ending, needed=False)
+            arrays = {name: file[name] for name in (inputs, target) if name is not None}
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(
+            f"{path} cannot be read as arrays ({str(error)[:200]}). Expected what numpy.savez wrote"
+        ) from error
+    tensors = [_tensor(array, f"{path}: {name}") for name, array in arrays.items()]
+    if len({len(tensor) for tensor in tensors}) > 1:
+        raise DataError(f"{path}: {inputs} has {len(tensors[0])} samples and {target} {len(tensors[1])}")
+    labels = tensors[1] if len(tensors) > 1 else None
+    return Domain(str(address), TensorDataset(*tensors), labels=labels, split=split if ending else None)
+
+
+def load_csv(address: Address, place: str, split: Split, options: Options) -> Domain:
+    """Read a table with a header: a column of texts, or all but the target as numbers."""
+    path = _file(address, place, "csv:table.csv?target=label")
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.reader(file, strict=True)
+            header = next(reader, [])
+            rows = [row for row in reader if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} cannot be read as a table ({error})") from error
+    if len(set(header)) != len(header) or not rows:
+        raise DataError(f"{path}: expected a first line with the names of the columns, all different, and rows below")
+    for number, row in enumerate(rows, start=2):
+        if len(row) != len(header):
+            raise DataError(f"{path}, row {number}: {len(row)} columns, and the first line names {len(header)}")
+    columns: Mapping[str, Sequence[str]] = dict(zip(header, zip(*rows, strict=True), strict=True))
+    targets = target_columns(options.target, list(header), str(address))
+    labels, classes = labels_of([columns[name] for name in targets], f"{path}: {', '.join(targets)}")
+    text = options.text or next((name for name in TEXTS if name in columns), None)
+    if text is not None:
+        check_column(text, list(header), str(address), "text")
+        samples = Texts(columns[text], labels, options.length, options.pack)
+        return Domain(str(address), samples, classes, labels)
+    features = [name for name in header if name not in targets]
+    if not features:
+        raise DataError(f"{path} has no column beside the target")
+    numbers = torch.stack([_numbers(columns[name], f"{path}: {name}") for name in features], dim=1)
+    parts = (numbers,) if labels is None else (numbers, labels)
+    return Domain(str(address), TensorDataset(*parts), classes, labels)
+
+
+def target_columns(asked: str | None, columns: Sequence[str], where: str) -> list[str]:
+    """Return the columns of the targets: those named, `a,b`, else one that is usually called so, else none."""
+    named = asked.split(",") if asked else [name for name in TARGETS if name in columns][:1]
+    for name in named:
+        check_column(name, columns, where, "target")
+    return named
+
+
+def check_column(name: str, columns: Sequence[str], where: str, what: str) -> None:
+    """Refuse a column that isn't there.
+
+    Raises:
+        UsageError: listing those that are.
+    """
+    if name not in columns:
+        raise UsageError(f"{where}: there is no column {name!r} for the {what}. {suggest(name, columns)}")
+
+
+def labels_of(columns: Sequence[Sequence[Any]], where: str) -> tuple[Tensor | None, tuple[str, ...] | None]:
+    """Make labels of columns: class numbers, names of classes (numbered in their order), or numbers, several to each.
+
+    Returns:
+        The labels, None without columns, and the names of the classes where labels were names.
+    """
+    if not columns:
+        return None, None
+    if len(columns) > 1:
+        return torch.stack([_numbers(column, where) for column in columns], dim=1), None
+    (column,) = columns
+    if all(isinstance(value, int) or (isinstance(value, str) and value.strip().isdecimal()) for value in column):
+        return torch.tensor([int(value) for value in column]), None
+    try:
+        return _numbers(column, where), None
+    except DataError:
+        names = sorted({str(value) for value in column})
+        numbers = {name: number for number, name in enumerate(names)}
+        return torch.tensor([numbers[str(value)] for value in column]), tuple(names)
+
+
+def _numbers(column: Sequence[Any], where: str) -> Tensor:
+    found = []
+    for row, value in enumerate(column, start=2):
+        try:
+            found.append(float(value))
+        except (TypeError, ValueError):
+            raise DataError(f"{where}, row {row}: {str(value)[:50]!r} is not a number") from None
+    return torch.tensor(found)
+
+
+def _tensor(array: Any, where: str) -> Tensor:
+    if array.dtype.kind not in "buif" or array.ndim == 0:
+        raise DataError(f"{where} is {array.dtype} of shape {array.shape}; expected numbers, samples first")
+    if array.dtype.kind in "ui" and array.dtype.itemsize > 1:
+        array = array.astype(np.int64)
+    if array.dtype == np.float64:
+        array = array.astype(np.float32)
+    return torch.from_numpy(np.array(array))
+
+
+def _choose(
+    asked: str | None,
+    usual: Sequence[str],
+    names: Sequence[str],
+    address: Address,
+    what: str,
+    ending: str,
+    *,
+    needed: bool = True,
+) -> str | None:
+    """Return the array that is asked for, or usual, of the split."""
+    for name in [asked] if asked else usual:
+        for found in (f"{name}{ending}", name):
+            if found in names:
+                return found
+    if asked or needed:
+        raise UsageError(
+            f"{address}: which array are the {what}? Name it with {what}=NAME. It has {', '.join(names) or 'none'}"
+        )
+    return None
+
+
+def _file(address: Address, place: str, example: str) -> Path:
+    if not place:
+        raise UsageError(f"{address}: name the file, as in {example}")
+    path = Path(place).expanduser()
+    if not path.is_file():
+        raise DataError(f"there is no file {path}, which {address} names")
+    return path

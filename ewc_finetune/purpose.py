@@ -1,0 +1,30 @@
+"""What a model is for, where its checkpoint says: how its outputs are meant, and what makes inputs of raw samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ewc_finetune.choices import LikelihoodName
+
+Task = Literal["text classification", "image classification", "causal language model", "masked language model"]
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """What a model of transformers is for.
+
+    Attributes:
+        folder: With its tokenizer or image processor.
+        task: What it does with its inputs; None for one that is not known here, which takes tensors alone.
+        likelihood: How its outputs are meant.
+        classes: Their names, where the config has any.
+        length: How many tokens it can take, where the config says.
+    """
+
+    folder: Path
+    task: Task | None
+    likelihood: LikelihoodName
+    classes: tuple[str, ...] | None
+    length: int | None

@@ -1,0 +1,111 @@
+"""What `finetune` works with: model, data and penalty, found to suit each other before the first step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ewc_finetune.anchor import Anchor
+from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.opening import Opened
+from ewc_finetune.choices import Head, Lineage, PenaltyForm
+from ewc_finetune.data.domain import Domain
+from ewc_finetune.data.layout import Layout
+from ewc_finetune.data.preprocessing import preprocessed
+from ewc_finetune.heads import find_head
+from ewc_finetune.likelihood import Likelihood
+from ewc_finetune.penalty import Penalty
+from ewc_finetune.progress import Progress, Silent
+from ewc_finetune.stack import lineage_of, of_one_head, remarks
+from ewc_finetune.verbs.head import class_names, give_head, head_names
+from ewc_finetune.verbs.prepare import prepare
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A fine-tune before its first step.
+
+    Attributes:
+        start: The model, with the head that it is trained with.
+        domain: The new domain, as the model takes it.
+        layout: How its samples go into the model.
+        watched: The domains to score, likewise.
+        penalty: Of the anchors; None without any.
+        record: What is to be known of the model that is written.
+    """
+
+    start: Opened
+    domain: Domain
+    layout: Layout
+    watched: list[tuple[Domain, Layout]]
+    penalty: Penalty | None
+    record: Record
+
+
+def set_up(
+    start: Opened,
+    domain: Domain,
+    scored: Sequence[Domain],
+    anchors: Sequence[Anchor],
+    strengths: Sequence[float],
+    likelihood: Likelihood,
+    *,
+    device: torch.device,
+    penalty_form: PenaltyForm,
+    lineage: Lineage,
+    head: Head,
+    seed: int,
+    written: bool,
+    undoing: contextlib.ExitStack,
+    progress: Progress,
+) -> Setup:
+    """Give the model its head, and match data and anchors with it.
+
+    Args:
+        start: The model, on `device`.
+        domain: The new domain.
+        scored: The domains to score.
+        anchors: Oldest first.
+        strengths: The lambda of each.
+        likelihood: Gives the loss.
+        device: Where the model is.
+        penalty_form: See `finetune`.
+        lineage: Likewise.
+        head: Likewise.
+        seed: Of a new head.
+        written: Whether the model will be written to a file.
+        undoing: Told how to put a changed head back.
+        progress: Told what is assumed.
+
+    Raises:
+        EwcError: naming what does not suit.
+    """
+    domain = preprocessed(domain, start.purpose, start.model, start.label)
+    old = find_head(start.model) if head != "shared" else None
+    if old is not None:
+        undoing.callback(start.model.set_submodule, *old)
+        start = give_head(start, head, domain, seed, written, progress)
+    for remark in [
+        *(r for anchor in anchors for r in anchor.remarks),
+        *remarks(anchors, lineage, ("the model", start.record.head)),
+    ]:
+        progress.note(remark)
+    known, outputs = start.record, None if old is None else find_head(start.model)[1].out_features
+    layout = prepare(start.model, domain, domain.likelihood(likelihood), device, known, progress, outputs)
+    presented = [preprocessed(found, start.purpose, start.model, start.label) for found in scored]
+    watched = [(d, prepare(start.model, d, d.likelihood(likelihood), device, known, Silent())) for d in presented]
+    held = of_one_head(anchors, known.head)
+    growing = head_names(old) if head == "expand" else ()
+    penalty = Penalty(start.model, held, strengths, penalty_form, lineage, growing=growing) if anchors else None
+    record = Record(
+        architecture=known.architecture,
+        input=layout.to_json(),
+        classes=class_names(known, domain, head),
+        head=known.head,
+        lineage=known.lineage + [e for e in lineage_of(anchors, strengths) if e not in known.lineage],
+        frozen=known.frozen,
+    )
+    return Setup(start, domain, layout, watched, penalty, record)

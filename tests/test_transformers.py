@@ -1,0 +1,535 @@
+"""Model folders of transformers go in and come out, and their own tokenizers and processors make the inputs."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from PIL import Image
+from test_formats import Bomb
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils.data import TensorDataset
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
+)
+from transformers.utils import logging
+
+import ewc_finetune as ewc
+from ewc_finetune.checkpoint.opening import open_model
+from ewc_finetune.data.preprocessing import preprocessed
+from ewc_finetune.data.sources import load_domain
+from ewc_finetune.errors import AnchorError, ArchitectureError, CheckpointError, DataError, StorageError, UsageError
+from ewc_finetune.likelihood import IGNORED, PerToken
+
+WORDS = ["[PAD]", "[UNK]", "[MASK]", "[BOS]", "[EOS]", *(f"w{n}" for n in range(45))]
+SMALL = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 24,
+}
+
+
+@pytest.fixture(autouse=True)
+def _silent():
+    """No bars of transformers between the dots."""
+    logging.disable_progress_bar()
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+def tokenizer():
+    words = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        mask_token="[MASK]",
+        bos_token="[BOS]",
+        eos_token="[EOS]",
+    )
+
+
+def bert(**settings):
+    torch.manual_seed(0)
+    names = {"id2label": {0: "bad", 1: "fine", 2: "good"}, "label2id": {"bad": 0, "fine": 1, "good": 2}}
+    return BertForSequenceClassification(BertConfig(**SMALL, **({**names, **settings}))).eval()
+
+
+def masked(**settings):
+    torch.manual_seed(0)
+    return BertForMaskedLM(BertConfig(**SMALL, **settings)).eval()
+
+
+def llama(**settings):
+    torch.manual_seed(0)
+    tokens = {"bos_token_id": 3, "eos_token_id": 4, "pad_token_id": 0}
+    return LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=1, **tokens, **settings)).eval()
+
+
+def vit():
+    torch.manual_seed(0)
+    size = {"image_size": 16, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return ViTForImageClassification(ViTConfig(**size, intermediate_size=48, num_labels=3)).eval()
+
+
+def saved(model, folder, **options):
+    """As its own library writes it, with what makes its inputs."""
+    model.save_pretrained(folder, **options)
+    if isinstance(model, ViTForImageClassification):
+        ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(folder)
+    else:
+        tokenizer().save_pretrained(folder)
+    (folder / "README.md").write_text("# A model")
+    return folder
+
+
+def texts(count=12, seed=0, longest=9):
+    draws = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(count):
+        length = int(torch.randint(3, longest, (), generator=draws))
+        found.append(" ".join(f"w{n}" for n in torch.randint(0, 45, (length,), generator=draws).tolist()))
+    return found
+
+
+def reviews(path, labels=("good", "bad", "fine")):
+    rows = [{"text": text, "label": labels[n % 3]} for n, text in enumerate(texts())]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return f"hf:{path}"
+
+
+def corpus(path, seed=0):
+    path.write_text("\n".join(texts(seed=seed)) + "\n\n")
+    return f"text:{path}"
+
+
+def pictures(folder):
+    """Of two sizes, one of them grey."""
+    for number, name in enumerate(("bad", "fine", "good")):
+        (folder / name).mkdir(parents=True)
+        for n in range(3):
+            size, mode = ((20, 24), "L") if n == 0 else ((16, 16), "RGB")
+            Image.new(mode, size, (n * 40 + number) if n == 0 else (n * 40, number * 80, 7)).save(
+                folder / name / f"{n}.png"
+            )
+    return f"imagefolder:{folder}"
+
+
+# A model, its data, and an input for it.
+KINDS = {
+    "bert": (bert, lambda folder: reviews(folder / "r.jsonl"), {"input_ids": torch.arange(5, 15).view(2, 5)}),
+    "masked": (masked, lambda folder: corpus(folder / "c.txt"), {"input_ids": torch.arange(5, 15).view(2, 5)}),
+    "llama": (llama, lambda folder: corpus(folder / "c.txt"), {"input_ids": torch.arange(5, 15).view(2, 5)}),
+    "vit": (
+        vit,
+        lambda folder: pictures(folder / "p"),
+        {"pixel_values": torch.linspace(-1, 1, 1536).view(2, 3, 16, 16)},
+    ),
+}
+
+
+def logits(model, inputs):
+    with torch.no_grad():
+        return model.eval()(**inputs).logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_and_out(tmp_path, kind):
+    """Zero steps change nothing; some steps give what the run had, read by transformers itself."""
+    build, data, inputs = KINDS[kind]
+    model = build()
+    folder, data = saved(model, tmp_path / "m"), data(tmp_path)
+    opened = open_model(folder)
+    assert (opened.format, opened.record.architecture) == ("hugging face", f"transformers:{type(model).__name__}")
+    torch.testing.assert_close(logits(opened.model, inputs), logits(model, inputs))
+    ewc.finetune(folder, data, epochs=0, output=tmp_path / "same", eval_on=[])
+    again = type(model).from_pretrained(tmp_path / "same")
+    assert torch.equal(logits(again, inputs), logits(type(model).from_pretrained(folder), inputs))
+    names = sorted(path.name for path in folder.iterdir())
+    assert sorted(path.name for path in (tmp_path / "same").iterdir()) == names
+    for name in set(names) - {"model.safetensors"}:
+        assert (tmp_path / "same" / name).read_bytes() == (folder / name).read_bytes()
+    anchor = ewc.consolidate(folder, data, output=tmp_path / "a.safetensors", batch_size=5)
+    assert anchor.provenance.checkpoint["format"] == "hugging face"
+    assert anchor.provenance.likelihood == ("categorical" if kind in ("bert", "vit") else "per-token")
+    options = {"anchors": anchor.path, "lambdas": 1.0, "epochs": 1, "lr": 1e-2, "eval_on": [], "batch_size": 5}
+    done = ewc.finetune(folder, data, output=tmp_path / "new", **options)
+    again = type(model).from_pretrained(tmp_path / "new")
+    torch.testing.assert_close(logits(again, inputs), logits(done.model, inputs))
+    assert not torch.allclose(logits(again, inputs), logits(model, inputs), atol=1e-3)
+    assert [entry["sha256"] for entry in open_model(tmp_path / "new").record.lineage] == [anchor.digest]
+    with pytest.raises(AnchorError, match="Name the checkpoint too: --model m"):
+        ewc.finetune(None, data, anchors=anchor)
+
+
+def test_the_command_line(ewc_ft, tmp_path):
+    saved(llama(), tmp_path / "m")
+    corpus(tmp_path / "c.txt")
+    ewc_ft("consolidate", "m", "--data", "text:c.txt")
+    ewc_ft("finetune", "--model", "m", "--anchors", "m.anchor.safetensors", "--data", "text:c.txt", "--epochs", 1)
+    assert (tmp_path / "m-text-c-txt" / "tokenizer.json").is_file()
+    result = ewc_ft("evaluate", "m-text-c-txt", "--data", "text:c.txt", "--json")
+    (score,) = json.loads(result.stdout)["scores"]
+    tokens = sum(len(line.split()) - 1 for line in texts())
+    assert score["perplexity"] == pytest.approx(math.exp(score["loss"] * 12 / tokens))
+    assert "perplexity" in ewc_ft("evaluate", "m", "--data", "text:c.txt").output
+    found = ewc_ft("inspect", "m").output
+    assert "transformers:LlamaForCausalLM" in found
+    assert "hugging face" in found
+
+
+def test_tied_weights_and_shards_and_half_precision(tmp_path):
+    model = llama(tie_word_embeddings=True).to(torch.bfloat16)
+    folder = saved(model, tmp_path / "m", max_shard_size="20KB")
+    data = corpus(tmp_path / "c.txt")
+    done = ewc.finetune(folder, data, lr=0.1, epochs=1, output=tmp_path / "out", eval_on=[])
+    assert done.model.lm_head.weight is done.model.model.embed_tokens.weight
+    index = json.loads((folder / "model.safetensors.index.json").read_bytes())
+    assert json.loads((tmp_path / "out" / "model.safetensors.index.json").read_bytes()) == index
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert {p.dtype for p in again.parameters()} == {torch.bfloat16}
+    inputs = KINDS["llama"][2]
+    assert torch.equal(logits(again, inputs), logits(done.model, inputs))
+    # The digest is of the weights, not of the index alone.
+    assert open_model(folder).sha256 != open_model(tmp_path / "out").sha256
+
+
+def test_a_state_dict_in_a_folder(tmp_path):
+    folder = saved(bert(), tmp_path / "m")
+    torch.save(safetensors.torch.load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    ewc.finetune(folder, reviews(tmp_path / "r.jsonl"), epochs=0, output=tmp_path / "out", eval_on=[])
+    again = BertForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(again, KINDS["bert"][2]), logits(bert(), KINDS["bert"][2]))
+
+
+def test_no_code_of_a_folder_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = saved(bert(), tmp_path / "m")
+    (folder / "model.safetensors").unlink()
+    torch.save({"weight": Bomb()}, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="asks for more than tensors"):
+        open_model(folder)
+    (folder / "evil.py").write_text("open('exploded', 'w')")
+    config = json.loads((folder / "config.json").read_bytes())
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}, "architectures": ["Evil"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.save({"weight": torch.ones(2)}, folder / "pytorch_model.bin")
+    with pytest.raises(ArchitectureError, match="code that comes with a model is not run"):
+        open_model(folder)
+    config["architectures"] = ["BertForSequenceClassification"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ArchitectureError, match="brings a model class of its own as code, which is not run"):
+        open_model(folder)
+    assert not (tmp_path / "exploded").exists()
+
+
+def changed(folder, **settings):
+    config = json.loads((folder / "config.json").read_bytes()) | settings
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_folders_that_are_no_models_to_train(tmp_path):
+    folder = saved(bert(), tmp_path / "m")
+    fresh = lambda name: Path(shutil.copytree(folder, tmp_path / name))  # noqa: E731
+    with pytest.raises(CheckpointError, match="is a folder without a config.json"):
+        open_model(tmp_path)
+    with pytest.raises(
+        ArchitectureError, match=r"dense.bias has shape \(48,\) in the weights and \(40,\).*; and \d+ more"
+    ):
+        open_model(changed(fresh("wrong"), intermediate_size=40, num_hidden_layers=3))
+    with pytest.raises(CheckpointError, match=r"is quantized \(gptq\).*Use the model from before quantization"):
+        open_model(changed(fresh("gptq"), quantization_config={"quant_method": "gptq", "bits": 4}))
+    with pytest.raises(ArchitectureError, match=r"does not say what class .*--arch transformers:Bert"):
+        open_model(changed(fresh("none"), architectures=None))
+    with pytest.raises(ArchitectureError, match="which transformers .* does not have"):
+        open_model(changed(fresh("new"), architectures=["BertForTelepathy"]))
+    with pytest.raises(ArchitectureError, match="is a model of transformers, and --arch mlp is none"):
+        open_model(folder, "mlp")
+    (empty := fresh("empty")).joinpath("model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="has no weights: expected one of model.safetensors"):
+        open_model(empty)
+    (empty / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="is an adapter, not a model. Merge it first"):
+        open_model(empty)
+    (cut := fresh("cut")).joinpath("config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read as JSON"):
+        open_model(cut)
+    state = {name: t.to(torch.int8) for name, t in bert().state_dict().items()}
+    safetensors.torch.save_file(state, (whole := fresh("int8")) / "model.safetensors")
+    with pytest.raises(CheckpointError, match="is torch.int8; quantized and integer weights cannot be trained"):
+        open_model(whole)
+    assert isinstance(open_model(folder, "transformers:auto").model, BertForSequenceClassification)
+
+
+def test_what_else_is_in_the_weights_file_stays(tmp_path):
+    folder = saved(bert(), tmp_path / "m")
+    state = {
+        **safetensors.torch.load_file(folder / "model.safetensors"),
+        "bert.embeddings.position_ids": torch.arange(24),
+    }
+    safetensors.torch.save_file(state, folder / "model.safetensors", {"format": "pt", "author": "me"})
+    for name in ("optimizer.pt", "tf_model.h5", "trainer_state.json"):
+        (folder / name).write_text("of the model before")
+    done = ewc.finetune(folder, reviews(tmp_path / "r.jsonl"), epochs=1, output=tmp_path / "out", eval_on=[])
+    written = safetensors.torch.load_file(done.output / "model.safetensors")
+    assert set(written) == set(state)
+    assert torch.equal(written["bert.embeddings.position_ids"], torch.arange(24))
+    assert not any((done.output / name).exists() for name in ("optimizer.pt", "tf_model.h5", "trainer_state.json"))
+    assert "position_ids: none of" in " ".join(open_model(folder).remarks)
+
+
+def test_folders_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    folder, data = saved(bert(), tmp_path / "m"), reviews(tmp_path / "r.jsonl")
+    options = {"epochs": 0, "eval_on": []}
+    ewc.finetune(folder, data, output=tmp_path / "out", **options)
+    with pytest.raises(StorageError, match="exists"):
+        ewc.finetune(folder, data, output=tmp_path / "out", **options)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("ewc_finetune.tensor_file.save_file", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ewc.finetune(folder, data, output=tmp_path / "out", overwrite=True, **options)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    ewc.finetune(folder, data, output=tmp_path / "out", overwrite=True, **options)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    with pytest.raises(StorageError, match="is there and is no model folder"):
+        ewc.finetune(folder, data, output=tmp_path / "mine", overwrite=True, **options)
+    with pytest.raises(StorageError, match="is one of the inputs"):
+        ewc.finetune(folder, data, output=folder, overwrite=True, **options)
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+def test_a_model_on_the_hub(tmp_path, monkeypatch):
+    """From the cache, as it is without a connection."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match="hf:org/name is not in the cache .* and could not be downloaded"):
+        open_model("hf:org/name")
+    cached = tmp_path / "models--org--name"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    saved(bert(), cached / "snapshots" / ("0" * 40))
+    opened = open_model("hf:org/name")
+    assert (opened.file, opened.label) == ("hf:org/name", "hf:org/name")
+    data = reviews(tmp_path / "r.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert str(ewc.verbs.consolidate.default_output("hf:org/name@v1")) == "name.anchor.safetensors"
+    ewc.finetune("hf:org/name", data, epochs=0, output=tmp_path / "out", eval_on=[])
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+# What the model's own tokenizer or processor makes of samples.
+
+
+def batch_of(spec, model, folder, size=3):
+    opened = open_model(folder)
+    domain = preprocessed(load_domain(spec, "train"), opened.purpose, opened.model, opened.label)
+    return next(iter(domain.batches(size)))
+
+
+def test_a_causal_model_predicts_the_next_token(tmp_path):
+    folder = saved(llama(), tmp_path / "m")
+    inputs, labels = batch_of(corpus(tmp_path / "c.txt"), llama, folder)
+    for row, text in enumerate(texts()[:3]):
+        ids = [WORDS.index(word) for word in text.split()]
+        assert inputs["input_ids"][row].tolist() == ids + [0] * (labels.shape[1] - len(ids))
+        assert inputs["attention_mask"][row].sum() == len(ids)
+        assert labels[row].tolist() == ids[1:] + [IGNORED] * (labels.shape[1] - len(ids) + 1)
+    inputs, _ = batch_of(f"{corpus(tmp_path / 'c.txt')}?length=3", llama, folder)
+    assert inputs["input_ids"].shape == (3, 3)
+    inputs, labels = batch_of(f"{corpus(tmp_path / 'c.txt')}?pack=7", llama, folder, 100)
+    stream = [token for text in texts() for token in [*(WORDS.index(word) for word in text.split()), 4]]
+    assert inputs["input_ids"].flatten().tolist() == stream[: len(stream) // 7 * 7]
+    assert torch.equal(labels[:, :-1], inputs["input_ids"][:, 1:])
+
+
+def test_a_masked_model_guesses_what_was_masked(tmp_path):
+    folder = saved(masked(), tmp_path / "m")
+    (tmp_path / "c.txt").write_text("\n".join(texts(200, longest=20)))
+    inputs, labels = batch_of(f"text:{tmp_path / 'c.txt'}", masked, folder, 200)
+    guessed = labels != IGNORED
+    whole = [[WORDS.index(word) for word in text.split()] for text in texts(200, longest=20)]
+    for row, ids in enumerate(whole):
+        assert all(label in (IGNORED, token) for label, token in zip(labels[row].tolist(), ids, strict=False))
+        kept = [t for t, g in zip(inputs["input_ids"][row].tolist(), guessed[row].tolist(), strict=True) if not g]
+        assert kept[: len(ids) - int(guessed[row].sum())] == [
+            t for t, g in zip(ids, guessed[row].tolist(), strict=False) if not g
+        ]
+    assert guessed.sum() / sum(map(len, whole)) == pytest.approx(0.15, abs=0.02)
+    assert (inputs["input_ids"][guessed] == 2).float().mean() == pytest.approx(0.8, abs=0.07)
+    again, _ = batch_of(f"text:{tmp_path / 'c.txt'}", masked, folder, 7)
+    assert torch.equal(again["input_ids"], inputs["input_ids"][:7, : again["input_ids"].shape[1]])
+
+
+def test_padding_has_no_part_in_the_fisher(tmp_path):
+    """Whatever a text shares its batch with; the same texts have one fingerprint however they are batched."""
+    folder, data = saved(llama(), tmp_path / "m"), corpus(tmp_path / "c.txt")
+    alone, together = (ewc.consolidate(folder, data, batch_size=size, estimator="empirical") for size in (1, 12))
+    for name, value in alone.fisher.items():
+        torch.testing.assert_close(together.fisher[name], value, rtol=1e-3, atol=1e-3 * float(value.max()))
+    assert alone.provenance.data["fingerprint"] == together.provenance.data["fingerprint"]
+    # By hand, a text at a time.
+    model, total = llama(), {}
+    for text in texts():
+        ids = torch.tensor([[WORDS.index(word) for word in text.split()]])
+        loss = torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="sum")
+        for (name, _), g in zip(
+            model.named_parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+        ):
+            total[name] = total.get(name, 0) + g.square() / 12
+    for name, value in total.items():
+        torch.testing.assert_close(together.fisher[name], value, rtol=1e-3, atol=1e-3 * float(value.max()))
+
+
+@pytest.mark.parametrize("estimator", ["exact", "sampled", "predicted", "empirical"])
+def test_tokens_that_do_not_count_have_no_part_in_any_estimator(estimator):
+    outputs = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    targets = torch.tensor([[1, 2, IGNORED, 0], [IGNORED, IGNORED, 3, IGNORED]])
+    factors = PerToken().factors(outputs, targets, estimator, torch.Generator().manual_seed(0))
+    vectors = factors.stack(slice(None))
+    assert not vectors[:, targets == IGNORED].any()
+    assert vectors[:, targets != IGNORED].any(dim=-1).any(dim=0).all()
+    torch.testing.assert_close(factors.squares(), vectors.square().sum(dim=0))
+    whole = PerToken().factors(outputs, targets.clamp(min=0), estimator, torch.Generator().manual_seed(0))
+    assert torch.equal(whole.stack(slice(None))[:, targets != IGNORED], vectors[:, targets != IGNORED])
+
+
+def test_a_model_consolidated_on_its_own_samples(tmp_path):
+    folder = saved(llama(), tmp_path / "m")
+    opened = open_model(folder)
+    domain = preprocessed(load_domain("generate:300?length=6", "train"), opened.purpose, opened.model, opened.label)
+    ids = [domain.samples[n] for n in range(300)]
+    assert all(sample[0] == 3 and 1 < len(sample) <= 6 and 4 not in sample[1:-1] for sample in ids)
+    # Drawn from the model's own distribution.
+    p = logits(llama(), {"input_ids": torch.tensor([[3]])})[0, 0].softmax(0)
+    drawn = torch.bincount(torch.tensor([sample[1] for sample in ids]), minlength=50) / 300
+    assert (drawn - p).abs().max() < 5 * (p.max() / 300).sqrt()
+    one, two = (ewc.consolidate(folder, "generate:20?length=6") for _ in range(2))
+    assert one.provenance.data["fingerprint"] == two.provenance.data["fingerprint"]
+    assert one.provenance.samples == 20
+    assert all(torch.equal(one.fisher[name], two.fisher[name]) for name in one.fisher)
+    with pytest.raises(UsageError, match="a text classification generates nothing"):
+        ewc.consolidate(saved(bert(), tmp_path / "b"), "generate:20")
+    with pytest.raises(DataError, match="is no language model or text classifier of transformers"):
+        ewc.consolidate(torch.nn.Linear(2, 2), "generate:20")
+    with pytest.raises(UsageError, match="say how many samples to generate"):
+        load_domain("generate:many", "train")
+
+
+def test_labels_that_are_names_get_the_models_numbers(tmp_path):
+    folder = saved(bert(), tmp_path / "m")
+    (tmp_path / "r.csv").write_text("text,label\nw1 w2,good\nw3,bad\nw4 w5,good\n")
+    for spec in (f"csv:{tmp_path / 'r.csv'}", f"hf:{tmp_path / 'r.csv'}"):
+        inputs, labels = batch_of(spec, bert, folder)
+        assert labels.tolist() == [2, 0, 2]
+        assert inputs["input_ids"].tolist() == [[6, 7], [8, 0], [9, 10]]
+
+
+def test_several_labels_and_numbers(tmp_path):
+    many = saved(bert(problem_type="multi_label_classification"), tmp_path / "many")
+    (tmp_path / "m.csv").write_text("text,a,b,c\nw1 w2,1,0,1\nw3,0,0,1\nw4,1,1,0\n")
+    anchor = ewc.consolidate(many, f"csv:{tmp_path / 'm.csv'}?target=a,b,c", estimator="empirical")
+    assert anchor.provenance.likelihood == "bernoulli"
+    one = saved(bert(id2label={0: "LABEL_0"}, label2id={"LABEL_0": 0}), tmp_path / "one")
+    (tmp_path / "n.csv").write_text("text,label\nw1 w2,0.5\nw3,-1\nw4,2.25\n")
+    anchor = ewc.consolidate(one, f"csv:{tmp_path / 'n.csv'}", estimator="empirical")
+    assert anchor.provenance.likelihood == "gaussian"
+
+
+def test_images_of_any_size_go_through_the_processor(tmp_path):
+    folder = saved(vit(), tmp_path / "m")
+    inputs, labels = batch_of(pictures(tmp_path / "p"), vit, folder, 9)
+    assert inputs.shape == (9, 3, 16, 16)
+    assert labels.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    processor = ViTImageProcessor.from_pretrained(folder)
+    picture = Image.open(tmp_path / "p" / "good" / "1.png")
+    torch.testing.assert_close(inputs[7], processor(picture, return_tensors="pt")["pixel_values"][0])
+    # Numbers that are no bytes are somebody's inputs already.
+    opened = open_model(folder)
+    own = ewc.data.domain.as_domain(TensorDataset(torch.randn(2, 3, 16, 16), torch.tensor([0, 1])))
+    assert preprocessed(own, opened.purpose, opened.model, "m") is own
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(DataError, match="has no image processor"):
+        ewc.consolidate(folder, f"imagefolder:{tmp_path / 'p'}")
+
+
+def test_streams_are_read_as_they_come(tmp_path):
+    folder, data = saved(bert(), tmp_path / "m"), reviews(tmp_path / "r.jsonl", labels=(0, 1, 2))
+    whole, streamed = (ewc.consolidate(folder, spec, batch_size=5) for spec in (data, f"{data}?stream=1"))
+    assert streamed.provenance.data["size"] is None
+    assert streamed.provenance.samples == 12
+    assert whole.provenance.data["fingerprint"] == streamed.provenance.data["fingerprint"]
+    for name, value in whole.fisher.items():
+        torch.testing.assert_close(streamed.fisher[name], value)
+    done = ewc.finetune(folder, f"{data}?stream=1&limit=7", epochs=2, batch_size=4, eval_on=[f"{data}?stream=1"])
+    assert done.steps == 4
+    assert done.after[0].samples == 12
+
+
+def test_splits_of_a_dataset(tmp_path):
+    (tmp_path / "d").mkdir()
+    for name, count in (("train", 9), ("validation", 3)):
+        rows = [json.dumps({"sentence": text, "stars": n % 3}) for n, text in enumerate(texts(count))]
+        (tmp_path / "d" / f"{name}.jsonl").write_text("\n".join(rows))
+    spec = f"hf:{tmp_path / 'd'}"
+    assert load_domain(f"{spec}?target=stars", "train").size == 9
+    assert load_domain(f"{spec}?target=stars", "test").size == 3
+    with pytest.raises(UsageError, match=r"no column 'star' for the target. Did you mean 'stars'\?"):
+        load_domain(f"{spec}?target=star", "train")
+    with pytest.raises(UsageError, match="no column 'body' for the text"):
+        load_domain(f"{spec}?text=body", "train")
+    with pytest.raises(DataError, match="cannot be loaded .*Expected a dataset on the Hub"):
+        load_domain(f"hf:{tmp_path}/nothing", "train")
+
+
+def test_texts_need_a_tokenizer(tmp_path):
+    corpus(tmp_path / "c.txt")
+    with pytest.raises(DataError, match=r"has texts, and Linear is no language model"):
+        ewc.consolidate(torch.nn.Linear(2, 2), f"text:{tmp_path / 'c.txt'}")
+    folder = saved(llama(), tmp_path / "m")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink(missing_ok=True)
+    with pytest.raises(DataError, match="has no tokenizer that can be read"):
+        ewc.consolidate(folder, f"text:{tmp_path / 'c.txt'}")
+    (tmp_path / "empty.txt").write_text("\n\n")
+    with pytest.raises(DataError, match="has no texts"):
+        load_domain(f"text:{tmp_path / 'empty.txt'}", "train")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match="it is not UTF-8"):
+        load_domain(f"text:{tmp_path / 'bytes.txt'}", "train")
+
+
+def test_without_transformers_it_is_said_how_to_get_it(tmp_path, monkeypatch):
+    folder = saved(bert(), tmp_path / "m")
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(CheckpointError, match=r"pip install 'ewc-finetune\[transformers\]'"):
+        open_model(folder)
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(DataError, match=r"pip install 'ewc-finetune\[transformers\]'"):
+        load_domain(reviews(tmp_path / "r.jsonl"), "train")
