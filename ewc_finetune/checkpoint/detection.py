@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 import zipfile
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from ewc_finetune.errors import CheckpointError
 
 Format = Literal[
-    "anchor", "safetensors", "sharded safetensors", "torchscript", "torch.export", "torch.save", "hugging face"
+    "anchor", "safetensors", "sharded safetensors", "torchscript", "torch.export", "onnx", "torch.save", "hugging face"
 ]
 
 # Weights are stored as they are; what is packed is code, and may be far larger than the file.
 _LARGEST_PACKED = 100 << 20
 # Beyond so much an index of shards is none.
 _LARGEST_INDEX = 100 << 20
+
+# An ONNX file has no magic number: it begins with these fields of a protobuf message, each of its type of number.
+_LENGTH = 2
+_ONNX_VERSION, _ONNX_GRAPH = 1, 7
+_ONNX_BEFORE_GRAPH = {2: _LENGTH, 3: _LENGTH, 4: _LENGTH, 5: 0, 6: _LENGTH, _ONNX_GRAPH: _LENGTH}
+_ONNX_FIELDS = 20
+_ONNX_LARGEST_VERSION = 1000
 
 
 def detect(path: Path) -> Format:
@@ -42,7 +49,9 @@ def detect(path: Path) -> Format:
         return _of_safetensors(path)
     if head[:1] == b"{" and size < _LARGEST_INDEX and _is_index(path):
         return "sharded safetensors"
-    return _of_archive(path) if head[:4] == b"PK\x03\x04" else "torch.save"
+    if head[:4] == b"PK\x03\x04":
+        return _of_archive(path)
+    return "onnx" if _is_onnx(path) else "torch.save"
 
 
 def _of_safetensors(path: Path) -> Format:
@@ -65,6 +74,41 @@ def _is_index(path: Path) -> bool:
     except (ValueError, RecursionError):
         return False
     return isinstance(found, dict) and isinstance(found.get("weight_map"), dict)
+
+
+def _is_onnx(path: Path) -> bool:
+    """Whether a file is a protobuf message whose first fields are an ONNX model's, the version and then the graph."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if file.read(1) != bytes([_ONNX_VERSION << 3]) or not 0 < (_varint(file) or 0) < _ONNX_LARGEST_VERSION:
+            return False
+        for _ in range(_ONNX_FIELDS):
+            tag = _varint(file)
+            if tag is None or tag & 7 != _ONNX_BEFORE_GRAPH.get(tag >> 3):
+                return False
+            value = _varint(file)
+            if value is None:
+                return False
+            if tag >> 3 == _ONNX_GRAPH:
+                return True  # whole or not
+            if tag & 7 == _LENGTH:
+                if file.tell() + value > size:
+                    return False
+                file.seek(value, 1)
+    return False
+
+
+def _varint(file: BinaryIO) -> int | None:
+    """Read a number as protobuf writes it; None if there is none."""
+    value = 0
+    for position in range(10):
+        byte = file.read(1)
+        if not byte:
+            return None
+        value |= (byte[0] & 127) << 7 * position
+        if byte[0] < 128:
+            return value
+    return None
 
 
 def _of_archive(path: Path) -> Format:

@@ -19,6 +19,7 @@ from ewc_finetune.checkpoint.detection import detect
 from ewc_finetune.checkpoint.exported import Exported
 from ewc_finetune.checkpoint.from_anchor import FromAnchor
 from ewc_finetune.checkpoint.hugging_face import HUB, HuggingFace, download, weights_file
+from ewc_finetune.checkpoint.onnx_file import Onnx
 from ewc_finetune.checkpoint.pickled import Pickled
 from ewc_finetune.checkpoint.safetensors_file import SafetensorsFile
 from ewc_finetune.checkpoint.sharded import Sharded
@@ -32,7 +33,7 @@ from ewc_finetune.files import sha256
 from ewc_finetune.purpose import Purpose
 
 # The formats that a file alone tells.
-_KINDS = (SafetensorsFile, Sharded, TorchScript, Exported)
+_KINDS = (SafetensorsFile, Sharded, TorchScript, Exported, Onnx)
 
 
 @dataclass(frozen=True)
