@@ -24,6 +24,11 @@ _ONNX_VERSION, _ONNX_GRAPH = 1, 7
 _ONNX_BEFORE_GRAPH = {2: _LENGTH, 3: _LENGTH, 4: _LENGTH, 5: 0, 6: _LENGTH, _ONNX_GRAPH: _LENGTH}
 _ONNX_FIELDS = 20
 _ONNX_LARGEST_VERSION = 1000
+_ONNX_LARGEST = 2 << 30
+# The first bytes of the fields that a graph may begin with (nodes, name, initializers, text, inputs and so on), and of
+# those that may follow it (sets of operators, metadata, functions and so on).
+_ONNX_IN_GRAPH = {0x0A, 0x12, 0x2A, 0x52, 0x5A, 0x62, 0x6A, 0x72, 0x7A, 0x82}
+_ONNX_AFTER_GRAPH = {0x3A, 0x42, 0x72, 0xA2, 0xCA, 0xD2}
 
 
 def detect(path: Path) -> Format:
@@ -90,12 +95,23 @@ def _is_onnx(path: Path) -> bool:
             if value is None:
                 return False
             if tag >> 3 == _ONNX_GRAPH:
-                return True  # whole or not
+                return _may_be_graph(file, value, size)
             if tag & 7 == _LENGTH:
                 if file.tell() + value > size:
                     return False
                 file.seek(value, 1)
     return False
+
+
+def _may_be_graph(file: BinaryIO, length: int, size: int) -> bool:
+    """Whether a graph of this length may begin here: it may be cut short, for that is to be said of it."""
+    end = file.tell() + length
+    first = file.read(1)
+    if length > _ONNX_LARGEST or (first and first[0] not in _ONNX_IN_GRAPH):
+        return False
+    file.seek(min(end, size))
+    after = file.read(1)
+    return not after or after[0] in _ONNX_AFTER_GRAPH
 
 
 def _varint(file: BinaryIO) -> int | None:

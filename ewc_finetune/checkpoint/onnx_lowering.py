@@ -152,8 +152,8 @@ def lower(model: ModelProto) -> Lowered:
         substitute = _substitute(node)
         if substitute is not None:
             substitutes[node.name] = substitute
-        if node.op_type == "Dropout" or substitute is not None:
-            # One in, one out: something else is put in its place, or nothing.
+        if node.op_type == "Dropout" or (substitute is not None and node.op_type != "Split"):
+            # One in, one out: the substitute is put in its place, or nothing.
             node.op_type = "Identity"
             del node.input[1:], node.attribute[:]
         _lower_node(node, opset, constants)
@@ -226,6 +226,19 @@ class _ToHalf(nn.Module):
         return inputs.to(self.like.dtype)
 
 
+class _Chunks(nn.Module):
+    """A split into so many parts, of which the last may be smaller."""
+
+    def __init__(self, count: int, axis: int) -> None:
+        super().__init__()
+        self.count = count
+        self.axis = axis
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, ...]:
+        size = -(-inputs.shape[self.axis] // self.count)
+        return torch.split(inputs, size, self.axis)
+
+
 # Operators that the converter lacks, and torch has.
 _SUBSTITUTES: dict[str, Callable[[NodeProto], nn.Module]] = {
     "Gelu": lambda node: nn.GELU(attribute(node, "approximate", b"none").decode()),
@@ -236,6 +249,9 @@ _SUBSTITUTES: dict[str, Callable[[NodeProto], nn.Module]] = {
 def _substitute(node: NodeProto) -> nn.Module | None:
     if node.op_type == "Cast" and attribute(node, "to") == TensorProto.FLOAT16:
         return _ToHalf()
+    count = attribute(node, "num_outputs") if node.op_type == "Split" else None
+    if count is not None:
+        return _Chunks(count, attribute(node, "axis", 0))
     return _SUBSTITUTES[node.op_type](node) if node.op_type in _SUBSTITUTES else None
 
 
@@ -267,7 +283,8 @@ _OLDER: dict[str, tuple[int, Callable[[NodeProto, Mapping[str, TensorProto]], bo
     "AveragePool": (22, _plain_pool),
     "Pad": (25, _plain_pad),
     "Resize": (19, _plain_resize),
-    "Split": (18, lambda node, _: len(node.input) > 1),
+    "ScatterND": (18, lambda node, _: attribute(node, "reduction", b"none") not in (b"max", b"min")),
+    "Split": (18, lambda *_: True),
 }
 
 
