@@ -469,6 +469,11 @@ def test_what_no_graph_can_be_trained_with(tmp_path):
         open_model(file, "mlp")
 
 
+def test_probabilities_are_no_logits(tmp_path):
+    save(tmp_path / "m.onnx", [("Gemm", ["x", "w"], ["h"], {}), ("Softmax", ["h"], ["y"], {})], {"w": numbers(4, 3)})
+    assert "it ends in Softmax, so its outputs are probabilities" in open_model(tmp_path / "m.onnx").remarks[-1]
+
+
 def test_dropout_in_the_graph_stays_off(tmp_path):
     file = tmp_path / "m.onnx"
     save(

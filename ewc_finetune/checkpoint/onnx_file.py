@@ -196,6 +196,9 @@ def _remarks(model: ModelProto, links: Links) -> list[str]:
     if "Conv" in operators and "BatchNormalization" not in operators:
         said.append("normalisation that was folded into convolutions stays there")
     found = [f"{' and '.join(said)}, in training too"]
+    last = next(node.op_type for node in model.graph.node if model.graph.output[0].name in node.output)
+    if last in ("Softmax", "Sigmoid"):
+        found.append(f"it ends in {last}, so its outputs are probabilities where a loss expects logits; export without")
     if links.shared:
         names = [f"{source} (of {len(uses)} layers)" for source, uses in links.shared.items()]
         found.append(f"what is one tensor in the file is trained as one: {_shortened(names)}")
