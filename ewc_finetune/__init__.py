@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ewc_finetune.penalty import Penalty
     from ewc_finetune.provenance import Provenance
     from ewc_finetune.verbs.consolidate import consolidate
+    from ewc_finetune.verbs.dry_run import Estimate, dry_run
     from ewc_finetune.verbs.evaluate import Score, evaluate
     from ewc_finetune.verbs.finetune import Finetuned, finetune
     from ewc_finetune.verbs.inspect import Inspection, inspect
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Anchor",
+    "Estimate",
     "EwcError",
     "Finetuned",
     "Inspection",
@@ -43,6 +45,7 @@ __all__ = [
     "check_rule",
     "compute_fisher",
     "consolidate",
+    "dry_run",
     "evaluate",
     "finetune",
     "inspect",
@@ -52,6 +55,7 @@ __all__ = [
 
 _HOMES = {
     "Anchor": "anchor",
+    "Estimate": "verbs.dry_run",
     "EwcError": "errors",
     "Finetuned": "verbs.finetune",
     "Inspection": "verbs.inspect",
@@ -61,6 +65,7 @@ _HOMES = {
     "check_rule": "curvature.check",
     "consolidate": "verbs.consolidate",
     "compute_fisher": "curvature.fisher",
+    "dry_run": "verbs.dry_run",
     "evaluate": "verbs.evaluate",
     "finetune": "verbs.finetune",
     "inspect": "verbs.inspect",

@@ -42,13 +42,8 @@ class RunFolder:
         with storage_errors(path):
             if overwrite and (path / "run.json").is_file():
                 path.rename(self._earlier)
-            try:
-                path.mkdir()
-            except FileExistsError:
-                raise StorageError(
-                    f"the run folder {path} exists ({_status(path)}). Choose another path, or replace it with "
-                    "--overwrite"
-                ) from None
+            check_run_folder(path, overwrite=False)
+            path.mkdir()
         try:
             self._open(options)
         except BaseException:
@@ -114,6 +109,18 @@ class RunFolder:
         if self._earlier.is_symlink():
             self._earlier.unlink()
         shutil.rmtree(self._earlier, ignore_errors=True)
+
+
+def check_run_folder(path: Path, overwrite: bool) -> None:
+    """Refuse a path for a run folder that holds something: whatever it is without `overwrite`, with it what is no run.
+
+    Raises:
+        StorageError: saying what is there.
+    """
+    if path.exists() and not (overwrite and (path / "run.json").is_file()):
+        raise StorageError(
+            f"the run folder {path} exists ({_status(path)}). Choose another path, or replace it with --overwrite"
+        )
 
 
 def _status(path: Path) -> str:

@@ -91,6 +91,16 @@ def trust_option(function: F) -> F:
     )(function)
 
 
+def dry_run_option(function: F) -> F:
+    """Add the option of every command whose work takes long."""
+    return click.option(
+        "--dry-run",
+        is_flag=True,
+        help="Check everything, try a few batches, say what time and memory the run needs and what it writes; write "
+        "nothing.",
+    )(function)
+
+
 def storage_options(function: F) -> F:
     """Add the options of every command that stores K-FAC blocks."""
     for option in (

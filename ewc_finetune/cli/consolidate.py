@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ewc_finetune.choices import CURVATURES, ESTIMATORS, KFAC_FORMS, LIKELIHOODS
-from ewc_finetune.cli.command import Command, common_options, only_one, storage_options, trust_option
+from ewc_finetune.cli.command import Command, common_options, dry_run_option, only_one, storage_options, trust_option
 
 
 def _samples(text: str) -> int | str:
@@ -89,10 +89,18 @@ def _samples(text: str) -> int | str:
     show_default=True,
     help="Of the subset and the sampled labels.",
 )
+@dry_run_option
 @trust_option
 @common_options
 def consolidate(
-    model: str, data: str, arch: str | None, output: str | None, quiet: bool, as_json: bool, **options: Any
+    model: str,
+    data: str,
+    arch: str | None,
+    output: str | None,
+    dry_run: bool,
+    quiet: bool,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Compute the Fisher of the checkpoint MODEL and save it, with the weights, as an anchor.
 
@@ -103,9 +111,16 @@ def consolidate(
     from ewc_finetune.cli.printer import Printer, importance_table
     from ewc_finetune.verbs.consolidate import consolidate as run
     from ewc_finetune.verbs.consolidate import default_output
+    from ewc_finetune.verbs.dry_run import dry_run as estimate
 
     printer = Printer(quiet, as_json)
-    anchor = run(model, data, architecture=arch, output=output or default_output(model), progress=printer, **options)
+    options |= {"architecture": arch, "output": output or default_output(model), "progress": printer}
+    if dry_run:
+        found = estimate(run, model, data, **options)
+        printer.facts(found.facts)
+        printer.result(found.to_json())
+        return
+    anchor = run(model, data, **options)
     origin = anchor.provenance
     importance_table(printer, origin)
     path = Path(str(anchor.path))

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ewc_finetune.choices import HEADS, LIKELIHOODS, LINEAGES, NORM_STATS, OPTIMIZERS, PENALTY_FORMS
-from ewc_finetune.cli.command import Command, common_options, only_one, trust_option
+from ewc_finetune.cli.command import Command, common_options, dry_run_option, only_one, trust_option
 
 
 @click.command(cls=Command)
@@ -96,6 +96,7 @@ from ewc_finetune.cli.command import Command, common_options, only_one, trust_op
     show_default=True,
     help="Of fresh weights, sample order and dropout.",
 )
+@dry_run_option
 @trust_option
 @common_options
 def finetune(
@@ -105,6 +106,7 @@ def finetune(
     arch: str | None,
     eval_on: tuple[str, ...],
     output: str | None,
+    dry_run: bool,
     quiet: bool,
     as_json: bool,
     **options: Any,
@@ -115,20 +117,19 @@ def finetune(
     figure beside it.
     """
     from ewc_finetune.cli.printer import Printer
+    from ewc_finetune.verbs.dry_run import dry_run as estimate
     from ewc_finetune.verbs.finetune import default_output
     from ewc_finetune.verbs.finetune import finetune as run
 
     printer = Printer(quiet, as_json)
-    done = run(
-        model,
-        data,
-        anchors=anchors,
-        architecture=arch,
-        eval_on=eval_on or None,
-        output=output or default_output(model, anchors, data),
-        progress=printer,
-        **options,
-    )
+    options |= {"anchors": anchors, "architecture": arch, "eval_on": eval_on or None, "progress": printer}
+    options |= {"output": output or default_output(model, anchors, data)}
+    if dry_run:
+        found = estimate(run, model, data, **options)
+        printer.facts(found.facts)
+        printer.result(found.to_json())
+        return
+    done = run(model, data, **options)
     loss = "loss (perplexity)" if any(score.perplexity is not None for score in done.before) else "loss"
     printer.table(
         ["domain", "accuracy before", "after", "change", f"{loss} before", "after"],

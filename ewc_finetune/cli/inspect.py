@@ -37,15 +37,13 @@ def inspect(
         if plot is not None:
             raise UsageError(f"{file} is a checkpoint, which has no importance to draw; --plot is for anchors")
         model = inspect_checkpoint(file, architecture=arch, trust_pickle=trust_pickle)
-        for key, value in model.facts:
-            printer.note(f"{key:<15}{value}")
+        printer.facts(model.facts)
         printer.result(model.to_json())
         return
     if arch is not None or trust_pickle:
         raise UsageError(f"{file} is an anchor; --arch and --trust-pickle are for checkpoints")
     found = run(file, plot=plot, overwrite=overwrite)
-    for key, value in found.facts:
-        printer.note(f"{key:<15}{value}")
+    printer.facts(found.facts)
     printer.note("")
     importance_table(printer, found.provenance)
     if plot is not None:

@@ -58,6 +58,11 @@ class Printer:
             ]
             click.echo("  ".join(cells).rstrip(), err=True)
 
+    def facts(self, facts: Sequence[tuple[str, str]]) -> None:
+        """Print facts, a line each, their names in a column."""
+        for name, value in facts:
+            self.note(f"{name:<15}{value}")
+
     def result(self, document: Any) -> None:
         """Print the result for machines, where they asked for it."""
         if self.as_json:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +47,7 @@ from ewc_finetune.likelihood import get_likelihood
 from ewc_finetune.modes import normalisation_layers
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.provenance import Provenance
+from ewc_finetune.verbs.dry_run import Estimate, estimate_consolidation, first_batches
 from ewc_finetune.verbs.prepare import prepare
 
 DEFAULT_RTOL = 0.02
@@ -77,6 +79,7 @@ def consolidate(
     data_dir: str | Path | None = None,
     output: str | Path | None = None,
     overwrite: bool = False,
+    before_start: Callable[[Estimate], None] | None = None,
     progress: Progress | None = None,
 ) -> Anchor:
     """Compute the Fisher of a trained model on its data, and make an anchor of both.
@@ -117,6 +120,8 @@ def consolidate(
         data_dir: Where downloaded data lies.
         output: File to save the anchor to; not saved unless given.
         overwrite: Whether an existing file may be replaced.
+        before_start: Called with what the pass will need before it starts, for which a few batches are tried; what it
+            raises ends it. See `dry_run`.
         progress: Told what happens.
 
     Returns:
@@ -131,18 +136,7 @@ def consolidate(
     check_choice("curvature", curvature, CURVATURES)
     check_choice("estimator", estimator, ESTIMATORS)
     _check_kfac(curvature, kfac_form, kfac_rank, kfac_dtype)
-    if samples is not None and samples != "auto" and (type(samples) is not int or samples < 1):
-        raise UsageError(f"samples is {samples}; expected auto or a whole number, at least 1")
-    if type(draws) is not int or draws < 1:
-        raise UsageError(f"draws is {draws}; expected a whole number, at least 1")
-    if draws > 1 and estimator not in ("sampled", "auto"):
-        raise UsageError(f"draws is {draws}, and the {estimator} estimator draws nothing; use sampled")
-    if not 0 < rtol < 1:
-        raise UsageError(f"rtol is {rtol:g}; expected more than 0 and less than 1")
-    if samples == "auto" and estimator == "batched":
-        raise UsageError("the batched estimator has no standard error to stop at; give a number of samples")
-    if curvature == "identity" and (samples is not None or draws != 1 or estimator != "auto"):
-        raise UsageError("the identity is of no samples: estimator, draws and samples belong to the diagonal curvature")
+    _check_sampling(curvature, estimator, draws, samples, rtol)
     if samples != "auto" and rtol != DEFAULT_RTOL:
         progress.note(f"rtol {rtol:g} does nothing without samples auto")
     if batch_size < 1:
@@ -174,17 +168,28 @@ def consolidate(
         if curvature == "identity":
             found = _identity(parameters)
         else:
+            take_fisher = partial(
+                compute_fisher,
+                opened.model,
+                likelihood=rule,
+                estimator=estimator,
+                kfac=kfac_form if curvature == "kfac" else None,
+                parameters=parameters,
+                draws=draws,
+                rules=rules,
+            )
+            if before_start is not None:
+                tried, place = first_batches(chosen, batch_size), None if output is None else Path(output)
+
+                def run(batches: Iterable[Batch]) -> object:
+                    return take_fisher(feed(batches, layout, opened.model, where))
+
+                size = None if samples == "auto" else _count(domain, limit)
+                before_start(estimate_consolidation(run, tried, batch_size, size, where, place))
             with progress.bar("Fisher", _count(domain, limit), "sample") as bar:
-                found = compute_fisher(
-                    opened.model,
+                found = take_fisher(
                     feed(_taken(chosen.batches(batch_size, order), limit, fingerprint), layout, opened.model, where),
-                    rule,
-                    estimator,
-                    kfac=kfac_form if curvature == "kfac" else None,
-                    parameters=parameters,
-                    draws=draws,
                     rtol=rtol if samples == "auto" else None,
-                    rules=rules,
                     generator=torch.Generator().manual_seed(seed),
                     bar=bar,
                     note=progress.note,
@@ -250,6 +255,21 @@ def _check_kfac(curvature: Curvature, kfac_form: str, kfac_rank: Rank, kfac_dtyp
         )
     check_rank(kfac_rank)
     check_choice("kfac dtype", kfac_dtype, KFAC_DTYPES)
+
+
+def _check_sampling(curvature: str, estimator: str, draws: int, samples: object, rtol: float) -> None:
+    if samples is not None and samples != "auto" and (type(samples) is not int or samples < 1):
+        raise UsageError(f"samples is {samples}; expected auto or a whole number, at least 1")
+    if type(draws) is not int or draws < 1:
+        raise UsageError(f"draws is {draws}; expected a whole number, at least 1")
+    if draws > 1 and estimator not in ("sampled", "auto"):
+        raise UsageError(f"draws is {draws}, and the {estimator} estimator draws nothing; use sampled")
+    if not 0 < rtol < 1:
+        raise UsageError(f"rtol is {rtol:g}; expected more than 0 and less than 1")
+    if samples == "auto" and estimator == "batched":
+        raise UsageError("the batched estimator has no standard error to stop at; give a number of samples")
+    if curvature == "identity" and (samples is not None or draws != 1 or estimator != "auto"):
+        raise UsageError("the identity is of no samples: estimator, draws and samples belong to the diagonal curvature")
 
 
 def _identity(parameters: Mapping[str, torch.Tensor]) -> Fisher:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,9 +54,10 @@ from ewc_finetune.penalty import Penalty
 from ewc_finetune.precision import float32_weights
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.provenance import Provenance
-from ewc_finetune.runs import RunFolder
+from ewc_finetune.runs import RunFolder, check_run_folder
 from ewc_finetune.stack import spread_lambdas
 from ewc_finetune.training import Schedule, train
+from ewc_finetune.verbs.dry_run import Estimate, estimate_finetuning
 from ewc_finetune.verbs.evaluate import Score
 from ewc_finetune.verbs.journal import Journal
 from ewc_finetune.verbs.setup import Setup, set_up
@@ -118,6 +119,7 @@ def finetune(
     output: str | Path | None = None,
     overwrite: bool = False,
     log_every: int = 50,
+    before_start: Callable[[Estimate], None] | None = None,
     progress: Progress | None = None,
 ) -> Finetuned:
     """Adapt a model to a new domain, held by any number of anchors; without anchors, train it plainly.
@@ -159,6 +161,8 @@ def finetune(
             as a state dict); beside it goes the run folder, of the same name with `.run`.
         overwrite: Whether these may be replaced.
         log_every: Steps between two lines of the log.
+        before_start: Called with what the run will need before its first step, for which a little of it is tried; what
+            it raises ends the run. See `dry_run`.
         progress: Told what happens.
 
     Raises:
@@ -200,6 +204,10 @@ def finetune(
         )
         start, domain, penalty = job.start, job.domain, job.penalty
         _say(progress, start, stacked, strengths, penalty, schedule, fresh)
+        shuffle = torch.Generator().manual_seed(seed)
+        if before_start is not None:
+            files = [] if output is None else [*written_as(start, output), beside(output, ".run")]
+            before_start(estimate_finetuning(job, schedule, rule, shuffle.clone_state(), where, files))
         folder = None
         if output is not None:
             options = _options(job, stacked, strengths, data_dir, rule, schedule)
@@ -226,7 +234,6 @@ def finetune(
                 float32_weights(start.model) as journal.dtypes,
                 progress.bar(f"fine-tuning on {domain.name}", batches and batches * epochs, "step") as bar,
             ):
-                shuffle = torch.Generator().manual_seed(seed)
                 own = domain.likelihood(rule)
                 steps = train(start.model, domain, job.layout, own, penalty, schedule, shuffle, bar, journal)
             start.model.zero_grad(set_to_none=True)
@@ -268,13 +275,19 @@ def default_output(model: str | Path | None, anchors: Sequence[str | Path], data
     return source.with_name(f"{stem}-{re.sub(r'[^A-Za-z0-9]+', '-', data).strip('-')}{ending}")
 
 
+def written_as(start: Opened, output: Path) -> list[Path]:
+    """Return the files that a model will be written as."""
+    return [output] if start.checkpoint is None else start.checkpoint.outputs(output)
+
+
 def _check_output(output: Path, start: Opened, overwrite: bool, inputs: Sequence[object]) -> None:
     """Check the checkpoint's path, and that the run folder beside it takes nothing away."""
     kind = start.checkpoint or StateDict
-    for path in [output] if start.checkpoint is None else start.checkpoint.outputs(output):
+    for path in written_as(start, output):
         check_output(path, overwrite, inputs, folder=kind.format == HuggingFace.format)
     check_ending(output, kind.format, kind.ending)
     folder = beside(output, ".run")
+    check_run_folder(folder, overwrite)
     if folder == output:
         raise UsageError(f"the output {output} would stand where its run folder goes. Let it end in .pt, say")
     for source in inputs:

@@ -1,0 +1,232 @@
+"""What a run will need, found by doing a little of it: everything is checked, nothing is written."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ewc_finetune.data.domain import Batch, Domain
+from ewc_finetune.likelihood import Likelihood
+from ewc_finetune.precision import float32_weights
+from ewc_finetune.progress import Silent
+from ewc_finetune.training import Schedule, train
+from ewc_finetune.verbs.evaluate import score
+from ewc_finetune.verbs.setup import Setup
+
+# So many batches are tried; the first takes longer than the others.
+TRIED = 3
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run will need.
+
+    Attributes:
+        work: What it does, and how often: `steps`, `samples`; None where the data does not say.
+        seconds: How long that will take, by what was tried; None where it is not known how much there is.
+        memory: The most that this process took when a little of the work was tried, in bytes: `host`, and of a CUDA
+            `device`; None where the system does not say.
+        files: What it will write.
+    """
+
+    work: dict[str, int | None]
+    seconds: float | None
+    memory: dict[str, int | None]
+    files: tuple[Path, ...]
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """What a person wants to know, each with its name."""
+        known = [(name, "not known beforehand" if n is None else f"{n:,}") for name, n in self.work.items()]
+        seconds = "not known beforehand" if self.seconds is None else _duration(self.seconds)
+        memory = [(f"memory ({where})", f"{n / 1e9:.2f} GB") for where, n in self.memory.items() if n is not None]
+        return [*known, ("time", seconds), *memory, *(("file", str(path)) for path in self.files)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it in values that JSON has."""
+        return {**vars(self), "files": [str(path) for path in self.files]}
+
+
+class _Checked(Exception):  # noqa: N818 - no error: it carries the estimate out of a verb
+    def __init__(self, estimate: Estimate) -> None:
+        self.estimate = estimate
+
+
+def dry_run(verb: Callable[..., object], *arguments: Any, **options: Any) -> Estimate:
+    """Do what `consolidate` or `finetune` does up to its first step, try a few batches, and write nothing.
+
+    Models are left as they were.
+
+    Args:
+        verb: One of the two.
+        arguments: Its arguments.
+        options: Likewise.
+
+    Raises:
+        EwcError: as the verb would.
+    """
+
+    def stop(estimate: Estimate) -> None:
+        raise _Checked(estimate)
+
+    try:
+        verb(*arguments, before_start=stop, **options)
+    except _Checked as checked:
+        return checked.estimate
+    raise TypeError(f"{verb} went on after its start")
+
+
+def first_batches(domain: Domain, batch_size: int, shuffle: torch.Generator | None = None) -> list[Batch]:
+    """Return the batches that are tried."""
+    return list(islice(domain.batches(batch_size, shuffle), TRIED))
+
+
+def estimate_consolidation(
+    run: Callable[[Sequence[Batch]], object],
+    batches: Sequence[Batch],
+    batch_size: int,
+    samples: int | None,
+    device: torch.device,
+    output: Path | None,
+) -> Estimate:
+    """Take the Fisher of the first batch, and of all these batches.
+
+    Args:
+        run: Takes it.
+        batches: The first ones.
+        batch_size: Samples to each.
+        samples: How many there will be, if that is known.
+        device: Where the model is.
+        output: The anchor, if it is to be written.
+    """
+    with _memory(device) as memory:
+        start = time.perf_counter()
+        run(batches[:1])
+        first = time.perf_counter() - start
+        run(batches)
+        all_of_them = time.perf_counter() - start - first
+    # What is done once, looking at the model, is in both.
+    each = max(all_of_them - first, 0.0) / (len(batches) - 1) if len(batches) > 1 else first
+    total = None if samples is None else -(-samples // batch_size)
+    seconds = None if total is None else first + each * (total - 1)
+    return Estimate({"samples": samples}, seconds, memory, () if output is None else (output,))
+
+
+def estimate_finetuning(
+    job: Setup,
+    schedule: Schedule,
+    likelihood: Likelihood,
+    shuffle: torch.Generator,
+    device: torch.device,
+    files: Sequence[Path],
+) -> Estimate:
+    """Train for a few steps and score a few batches, and put the model back as it was.
+
+    Args:
+        job: What is trained.
+        schedule: How.
+        likelihood: Gives the loss.
+        shuffle: Draws the order of the samples.
+        device: Where the model is.
+        files: What the run will write.
+    """
+    model, size = job.start.model, schedule.batch_size
+    total = job.domain.count_batches(size)
+    steps = None if total is None else total * schedule.epochs
+    clock = _Clock()
+    with _memory(device) as memory, _put_back(model):
+        scoring = sum((_scoring(job, n, likelihood, 2 * size, device) or 0.0) for n in range(len(job.watched)))
+        with float32_weights(model):
+            tried = replace(job.domain, samples=first_batches(job.domain, size, shuffle), labels=None, collate=None)
+            own = job.domain.likelihood(likelihood)
+            few = replace(schedule, epochs=min(1, schedule.epochs), log_every=1)
+            with Silent().bar("", None, "") as bar:
+                train(model, tried, job.layout, own, job.penalty, few, shuffle, bar, clock)
+    seconds = None if steps is None else steps * clock.step + scoring * (schedule.epochs + 1)
+    return Estimate({"steps": steps}, seconds, memory, tuple(files))
+
+
+def _scoring(job: Setup, n: int, likelihood: Likelihood, batch_size: int, device: torch.device) -> float | None:
+    """Return how long scoring a watched domain will take; None where it has no number of samples."""
+    domain, layout = job.watched[n]
+    total = domain.count_batches(batch_size)
+    batches = first_batches(domain, batch_size)
+    if total is None or not batches:
+        return None
+    part = replace(domain, samples=batches, collate=None)
+    start = time.perf_counter()
+    score(job.start.model, part, layout, domain.likelihood(likelihood), batch_size, device)
+    return (time.perf_counter() - start) / len(batches) * total
+
+
+class _Clock:
+    """Looks at the time after every step."""
+
+    def __init__(self) -> None:
+        self.times = [time.perf_counter()]
+
+    def log(self, line: dict[str, Any]) -> None:
+        """See `Observer`."""
+        self.times.append(time.perf_counter())
+
+    def epoch_done(self, epoch: int, step: int) -> None:
+        """See `Observer`."""
+
+    @property
+    def step(self) -> float:
+        """The time of a step: of the first only if there is no other."""
+        taken = [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+        return statistics.median(taken[1:] or taken or [0.0])
+
+
+@contextmanager
+def _put_back(model: nn.Module) -> Iterator[None]:
+    state = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in model.state_dict().items()}
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        model.load_state_dict(state)
+        model.zero_grad(set_to_none=True)
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def _memory(device: torch.device) -> Iterator[dict[str, int | None]]:
+    """Yield the most memory taken, known when the block is done."""
+    found: dict[str, int | None] = {}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    yield found
+    found["host"] = _host_peak()
+    if device.type == "cuda":
+        found["device"] = torch.cuda.max_memory_allocated(device)
+
+
+def _host_peak() -> int | None:
+    try:
+        import resource
+    except ImportError:  # no POSIX system
+        return None
+    import sys
+
+    # Kilobytes, but bytes on macOS.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return "less than a second"
+    if seconds < 120:
+        return f"about {seconds:.0f} seconds"
+    return f"about {seconds / 60:.0f} minutes" if seconds < 7200 else f"about {seconds / 3600:.1f} hours"
