@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import warnings
 import zipfile
 from collections import OrderedDict
@@ -563,3 +565,38 @@ def test_what_stands_behind_a_prefix_is_said(tmp_path):
     save_lightning(small(), tmp_path / "m.ckpt")
     remarks = open_model(tmp_path / "m.ckpt", "conftest:Small").remarks
     assert remarks[-1].endswith("its names stand behind 'model.'; 1 tensors with other names stay as they are")
+
+
+WIDE = "mlp?in_features=2048&hidden=2048,2048,2048,2048&num_classes=16&batch_norm=false"
+LOADING = """
+import resource, sys
+from ewc_finetune.checkpoint.opening import open_model
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+open_model(sys.argv[1], sys.argv[2])
+before = peak()
+model = open_model(sys.argv[3], sys.argv[4] or None, trust_pickle=True).model
+print((peak() - before) / sum(p.numel() * p.element_size() for p in model.parameters()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*FORMATS, "half"])
+def test_loading_takes_one_copy_of_the_weights_beyond_the_model(tmp_path, kind):
+    save, file, _ = FORMATS["state dict" if kind == "half" else kind]
+    tiny, wide = MLP(4, 4, 2), MLP(2048, (2048,) * 4, 16, batch_norm=False)
+    example_input = torch.randn(2, 2048)
+    torch.save(tiny.state_dict(), tmp_path / "tiny.pt")
+    with quiet():
+        if kind == "traced":
+            torch.jit.save(torch.jit.trace(wide, example_input), tmp_path / file)
+        elif kind == "exported":
+            batch = ({0: torch.export.Dim("batch", min=1, max=64)},)
+            torch.export.save(torch.export.export(wide, (example_input,), dynamic_shapes=batch), tmp_path / file)
+        else:
+            save(wide.half() if kind == "half" else wide, tmp_path / file)
+    arch = "" if kind in PROGRAMS else WIDE
+    paths = [tmp_path / "tiny.pt", "mlp?in_features=4&hidden=4&num_classes=2", tmp_path / file, arch]
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", LOADING, *paths], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert 0.9 < float(found.stdout) < 2.4

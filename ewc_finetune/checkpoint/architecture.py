@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ewc_finetune import models
 from ewc_finetune.address import Address, parse, suggest
@@ -59,6 +61,26 @@ def build(text: str, *, trusted: bool) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise ArchitectureError(f"{address.head} gives a {type(module).__name__}; expected a torch.nn.Module")
     return module
+
+
+class uninitialised(TorchFunctionMode):  # noqa: N801 - a context, used as one
+    """Leave the parameters of models that are built inside as they come: weights from a file take their place.
+
+    Memory that nothing writes to is none, so that a model costs its own dtype's and not float32's on the way.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FILLING and isinstance(args[0] if args else (kwargs or {}).get("tensor"), nn.Parameter):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+_FILLING = {
+    *(getattr(torch.Tensor, name) for name in ("uniform_", "normal_", "fill_", "zero_", "copy_")),
+    *(getattr(torch.Tensor, name) for name in ("mul_", "add_", "clamp_", "erfinv_")),
+    *(nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.kaiming_uniform_, nn.init.kaiming_normal_),
+    *(nn.init.trunc_normal_, nn.init.xavier_uniform_, nn.init.xavier_normal_, nn.init.ones_, nn.init.zeros_),
+}
 
 
 def builds_by_itself(text: str) -> bool:

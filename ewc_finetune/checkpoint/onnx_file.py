@@ -40,9 +40,11 @@ class Onnx(Program):
     untrainable = ": nothing in its graph shows which of its constants are weights"
 
     def __init__(self, path: Path) -> None:
-        self._model, beside = _read(path)
+        model, beside = _read(path)
+        # Let go of when the model is built: its weights would be there twice.
+        self._model: ModelProto | None = model
         self._links: tuple[Link, ...] = ()
-        text = next((entry.value for entry in self._model.metadata_props if entry.key == _KEY), None)
+        text = next((entry.value for entry in model.metadata_props if entry.key == _KEY), None)
         super().__init__(path, nn.Module(), Record.read_text(text, str(path)))
         if beside:
             digests = [str(self.sha256), *(sha256(file) for file in beside)]
@@ -62,23 +64,23 @@ class Onnx(Program):
         from ewc_finetune.checkpoint.onnx_links import link
         from ewc_finetune.checkpoint.onnx_lowering import check_interface, check_operators, lower
 
-        check_operators(self._model, self.label)
-        check_interface(self._model, self.label)
-        lowered = lower(self._model)
+        model = self._model or _read(self.path)[0]
+        self._model = None
+        check_operators(model, self.label)
+        check_interface(model, self.label)
+        said = _of_graph(model)
+        lowered = lower(model)
         module = _convert(lowered, self.label)
         links = link(module, lowered, self.label)
         self.module, self._links = module, links.links
-        self.remarks += tuple(f"{self.label}: {remark}" for remark in _remarks(self._model, links))
+        self.remarks += tuple(f"{self.label}: {remark}" for remark in said + _of_links(links))
         return super().build(architecture)
 
     def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
         """See `Checkpoint`."""
-        from onnx import ModelProto
-
         from ewc_finetune.checkpoint.onnx_links import write_back
 
-        model = ModelProto()
-        model.CopyFrom(self._model)
+        model, _ = _read(self.path)
         write_back(model, self._links, state, self.label)
         entry = next((entry for entry in model.metadata_props if entry.key == _KEY), None)
         entry = model.metadata_props.add(key=_KEY) if entry is None else entry
@@ -102,7 +104,7 @@ def _read(path: Path) -> tuple[ModelProto, list[Path]]:
     try:
         model.ParseFromString(path.read_bytes())
         files = _fetch(model, path)
-        onnx.checker.check_model(model)
+        onnx.checker.check_model(str(path))  # of the model it would make two more copies
     except CheckpointError:
         raise
     except Exception as error:
@@ -189,7 +191,7 @@ def _complete(layer: nn.LayerNorm, bias: bool, where: str) -> None:
         layer.register_parameter("bias", None)
 
 
-def _remarks(model: ModelProto, links: Links) -> list[str]:
+def _of_graph(model: ModelProto) -> list[str]:
     """Say what an export decided for good."""
     operators = {node.op_type for node in model.graph.node}
     said = ["exported for inference; dropout stays off"]
@@ -199,6 +201,12 @@ def _remarks(model: ModelProto, links: Links) -> list[str]:
     last = next(node.op_type for node in model.graph.node if model.graph.output[0].name in node.output)
     if last in ("Softmax", "Sigmoid"):
         found.append(f"it ends in {last}, so its outputs are probabilities where a loss expects logits; export without")
+    return found
+
+
+def _of_links(links: Links) -> list[str]:
+    """Say what became of constants that several layers have, or none."""
+    found = []
     if links.shared:
         names = [f"{source} (of {len(uses)} layers)" for source, uses in links.shared.items()]
         found.append(f"what is one tensor in the file is trained as one: {_shortened(names)}")

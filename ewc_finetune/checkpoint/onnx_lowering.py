@@ -1,6 +1,6 @@
 """ONNX graphs in the words that the converter to PyTorch knows: older operators, weights in one place, safe names.
 
-What is changed is a copy for the converter. The file's own graph stays as it is, and gets its weights back.
+What is changed is the converter's. The file's own graph is read again, and gets its weights back.
 This module needs the extra `onnx`, and is imported when an ONNX file is read.
 """
 
@@ -124,10 +124,8 @@ def check_operators(model: ModelProto, label: str) -> None:
 
 
 def lower(model: ModelProto) -> Lowered:
-    """Return a copy of a checked graph that the converter can take."""
-    copy = ModelProto()
-    copy.CopyFrom(model)
-    graph, constants, opset = copy.graph, tensors(copy), _opset(model)
+    """Change a checked graph into one that the converter can take."""
+    graph, constants, opset = model.graph, tensors(model), _opset(model)
     outputs = {value.name for value in graph.output}
     known = {tensor.name for tensor in graph.initializer}
     aliases: dict[str, str] = {}
@@ -159,10 +157,10 @@ def lower(model: ModelProto) -> Lowered:
         _lower_node(node, opset, constants)
         kept.append(node)
     held = [NodeProto.FromString(node.SerializeToString()) for node in kept]
-    del graph.node[:], copy.opset_import[:], copy.functions[:]
+    del graph.node[:], model.opset_import[:], model.functions[:]
     graph.node.extend(held)
-    copy.opset_import.add(domain="", version=min(opset, OPSET))
-    return Lowered(copy, places, substitutes)
+    model.opset_import.add(domain="", version=min(opset, OPSET))
+    return Lowered(model, places, substitutes)
 
 
 def _name(node: NodeProto) -> str:

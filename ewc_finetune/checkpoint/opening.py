@@ -137,7 +137,7 @@ def load_checkpoint(path: str | Path, *, trust_pickle: bool = False) -> Checkpoi
     path = Path(path)
     found = detect(path)
     if found == "anchor":
-        return FromAnchor(Anchor.load(path))
+        return FromAnchor(Anchor.open(path))
     if found == "hugging face":
         return _load_folder(path, str(path))
     for kind in _KINDS:

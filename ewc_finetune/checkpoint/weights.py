@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ewc_finetune.anchor import check_model
-from ewc_finetune.checkpoint.architecture import FORMS, build
+from ewc_finetune.checkpoint.architecture import FORMS, build, uninitialised
 from ewc_finetune.checkpoint.checkpoint import Record, Stateful
 from ewc_finetune.checkpoint.recognition import COUNTS, recognise
 from ewc_finetune.errors import ArchitectureError, CheckpointError
@@ -49,10 +49,12 @@ class Weights(Stateful):
         text = architecture or self.record.architecture
         if text is None:
             text, self.prefix = self._recognised()
-            model = build(text, trusted=True)
+            with uninitialised():
+                model = build(text, trusted=True)
             self.remarks += (f"{self.label}: its weights are those of {text}",)
         else:
-            model = build(text, trusted=architecture is not None)
+            with uninitialised():
+                model = build(text, trusted=architecture is not None)
             self.prefix = self._fitting(model)
         own = _without(self.state, self.prefix)
         _fit(model, own, self.label, text)
@@ -141,5 +143,6 @@ def _fit(model: nn.Module, state: Mapping[str, Tensor], label: str, architecture
                 f"{label}: {name} is {value.dtype}; quantized and integer weights cannot be trained. "
                 "Use the checkpoint from before quantization"
             )
-        slot.data = slot.data.to(value.dtype)
+        if slot.dtype != value.dtype:
+            slot.data = torch.empty_like(slot.data, dtype=value.dtype)
     model.load_state_dict(state, strict=False)
