@@ -22,7 +22,8 @@ class Provenance:
         created: Time of making in ISO 8601, from SOURCE_DATE_EPOCH; None without it, for the same input then gives
             the same bytes.
         versions: Of this package and torch.
-        checkpoint: `file`, `sha256`, `format` and `architecture` of the checkpoint; None where not known.
+        checkpoint: `file`, `sha256`, `format` and `architecture` of the checkpoint, and the `form` that its file had
+            the weights in; None where not known.
         data: `spec`, `split`, `size` (of all the data) and `fingerprint` (of the samples used, in order).
         likelihood: Name of the likelihood.
         estimator: Name of the estimator.

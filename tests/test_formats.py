@@ -2,6 +2,7 @@
 
 import json
 import os
+import struct
 import subprocess
 import sys
 import warnings
@@ -22,6 +23,7 @@ from ewc_finetune.checkpoint import recognition
 from ewc_finetune.checkpoint.opening import load_checkpoint, open_model
 from ewc_finetune.errors import AnchorError, ArchitectureError, CheckpointError, StorageError, UsageError
 from ewc_finetune.models import MLP
+from ewc_finetune.verbs.dry_run import host_peak
 
 
 @contextmanager
@@ -259,6 +261,22 @@ def test_prefixes_of_wrappers_in_wrappers(tmp_path):
     state = {f"module._orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
     torch.save(state, tmp_path / "m.pt")
     assert torch.equal(open_model(tmp_path / "m.pt", "conftest:Small").model.first.weight, model.first.weight)
+
+
+def test_an_anchor_keeps_nothing_but_the_weights(tmp_path):
+    """What is written from it alone is plain, and that is said."""
+    data = TensorDataset(torch.randn(6, 4), torch.arange(6) % 3)
+    save_wrapped(small(), tmp_path / "m.pth")
+    save_plain(small(), tmp_path / "plain.pt")
+    remarks = {}
+    for name in ("m.pth", "plain.pt"):
+        anchor = ewc.consolidate(
+            tmp_path / name, data, architecture="conftest:Small", output=tmp_path / f"{name}.anchor"
+        )
+        remarks[name] = " ".join(load_checkpoint(anchor.path).remarks)
+    assert "the weights under 'state_dict' and behind 'module.', beside what an anchor does not" in remarks["m.pth"]
+    assert "To keep the rest: --model m.pth" in remarks["m.pth"]
+    assert not remarks["plain.pt"]
 
 
 def test_tied_weights_are_one(tmp_path):
@@ -598,3 +616,16 @@ def test_loading_takes_one_copy_of_the_weights_beyond_the_model(tmp_path, kind):
     paths = [tmp_path / "tiny.pt", "mlp?in_features=4&hidden=4&num_classes=2", tmp_path / file, arch]
     command = [sys.executable, "-W", "ignore", "-c", LOADING, *paths]
     assert 0.9 < float(subprocess.run(command, check=True, capture_output=True, text=True).stdout) < 2.4
+
+
+@pytest.mark.parametrize("numel", [10**9, 10**14])
+def test_an_older_pickle_whose_storage_claims_to_be_larger_than_it_is(tmp_path, numel):
+    torch.save({"w": torch.arange(30.0)}, tmp_path / "m.pt", _use_new_zipfile_serialization=False)
+    content = (tmp_path / "m.pt").read_bytes()
+    place = content.index(b"K\x1e", content.index(b"cpu"))
+    claimed = b"\x8a\x08" + struct.pack("<q", numel)
+    (tmp_path / "m.pt").write_bytes(content[:place] + claimed + content[place + 2 :])
+    before = host_peak()
+    with pytest.raises(CheckpointError, match="wrong byte size|can't allocate memory"):
+        load_checkpoint(tmp_path / "m.pt")
+    assert host_peak() - before < 100e6

@@ -47,7 +47,13 @@ class FromAnchor(Weights, SingleFile):
             head=anchor.provenance.head,
         )
         state = {**anchor.weights, **anchor.buffers}
-        super().__init__(anchor.label, origin.get("sha256"), record, state)
+        remarks: tuple[str, ...] = ()
+        if origin.get("form"):
+            remarks = (
+                f"{anchor.label}: its checkpoint had the weights {origin['form']}, beside what an anchor does not "
+                f"keep; what is written has them alone. To keep the rest: --model {origin.get('file') or 'FILE'}",
+            )
+        super().__init__(anchor.label, origin.get("sha256"), record, state, remarks)
 
     def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
         """See `Checkpoint`."""

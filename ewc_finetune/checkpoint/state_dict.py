@@ -54,6 +54,7 @@ class StateDict(Weights, SingleFile):
         super().__init__(label, sha256, record, state, remarks)
         self._document = document
         self._path = path
+        self.form = f"under {path[0]!r}" if path else None
 
     def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
         """See `Checkpoint`; all else that the file held stays as it was."""

@@ -62,6 +62,7 @@ class Weights(Stateful):
             rest = len(self.state) - len(own)
             left = f"; {rest} tensors with other names stay as they are" if rest else ""
             self.remarks += (f"{self.label}: its names stand behind {self.prefix!r}{left}",)
+            self.form = " and ".join(filter(None, (self.form, f"behind {self.prefix!r}")))
         check_model(model, f"{self.label}: ")
         for name, parameter in model.named_parameters():
             if name in self.record.frozen:

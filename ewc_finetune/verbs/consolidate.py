@@ -206,6 +206,7 @@ def consolidate(
                 "sha256": opened.sha256,
                 "format": opened.format,
                 "architecture": opened.record.architecture,
+                "form": None if opened.checkpoint is None else opened.checkpoint.form,
             },
             data={
                 "spec": domain.name,
