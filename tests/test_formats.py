@@ -341,6 +341,34 @@ def test_half_precision_comes_back_so(tmp_path):
         assert not torch.equal(next(again.parameters()), next(model.parameters()))
 
 
+class Checked(nn.Module):
+    """Makes something of its weights as it is built, and cannot do it of nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        if not self.linear.weight.abs().sum() > 0:
+            raise ValueError("no weights")
+        self.register_buffer("scale", self.linear.weight.abs().max(), persistent=False)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def test_constructors_that_look_at_their_weights(tmp_path):
+    model = Checked()
+    torch.save(model.state_dict(), tmp_path / "m.pt")
+    opened = open_model(tmp_path / "m.pt", "test_formats:Checked").model
+    assert torch.equal(opened.linear.weight, model.linear.weight)
+    assert opened.scale > 0
+    torch.save(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)).state_dict(), tmp_path / "w.pt")
+    assert open_model(tmp_path / "w.pt", "test_formats:normed").model(torch.ones(1, 4)).isfinite().all()
+
+
+def normed():
+    return nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+
+
 def half():
     return nn.Sequential(nn.Linear(4, 3))
 

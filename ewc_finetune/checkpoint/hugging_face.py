@@ -77,7 +77,7 @@ class HuggingFace(Checkpoint):
         """
         transformers = require_transformers()
         try:
-            return transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True)
+            return transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:
             reason = str(error).strip().partition("\n")[0][:200]
             if "trust_remote_code" in str(error) or "auto_map" in _read_json(self.folder / "config.json"):

@@ -49,12 +49,10 @@ class Weights(Stateful):
         text = architecture or self.record.architecture
         if text is None:
             text, self.prefix = self._recognised()
-            with uninitialised():
-                model = build(text, trusted=True)
+            model = _built(text, trusted=True)
             self.remarks += (f"{self.label}: its weights are those of {text}",)
         else:
-            with uninitialised():
-                model = build(text, trusted=architecture is not None)
+            model = _built(text, trusted=architecture is not None)
             self.prefix = self._fitting(model)
         own = _without(self.state, self.prefix)
         _fit(model, own, self.label, text)
@@ -84,6 +82,15 @@ class Weights(Stateful):
         wanted = set(model.state_dict(keep_vars=True))
         candidates = list(prefixes(self.state))
         return max(candidates, key=lambda prefix: len(wanted & _without(self.state, prefix).keys()))
+
+
+def _built(text: str, trusted: bool) -> nn.Module:
+    """Build a model whose weights will be loaded."""
+    try:
+        with uninitialised():
+            return build(text, trusted=trusted)
+    except ArchitectureError:  # what a constructor makes of its weights may need real ones
+        return build(text, trusted=trusted)
 
 
 def prefixes(names: Sequence[str] | Mapping[str, object]) -> Iterator[str]:

@@ -234,7 +234,7 @@ def _tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0][:200]
         raise DataError(f"{folder} has no tokenizer that can be read ({reason}); save one into it") from error
@@ -249,7 +249,7 @@ def _processor(folder: Path) -> Any:
             "save one into it, or turn the images into tensors first"
         )
     try:
-        return AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+        return AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0][:200]
         raise DataError(f"{folder}: its image processor cannot be read ({reason})") from error
