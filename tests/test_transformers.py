@@ -5,6 +5,7 @@ import math
 import shutil
 from pathlib import Path
 
+import datasets
 import pytest
 import safetensors.torch
 import torch
@@ -533,3 +534,34 @@ def test_without_transformers_it_is_said_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(DataError, match=r"pip install 'ewc-finetune\[transformers\]'"):
         load_domain(reviews(tmp_path / "r.jsonl"), "train")
+
+
+def test_datasets_of_images(tmp_path):
+    folder = saved(vit(), tmp_path / "m")
+    pictures(tmp_path / "p")
+    names = sorted((tmp_path / "p").rglob("*.png"))
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["x", "y", "z"])})
+    rows = {"image": [Image.open(name).copy() for name in names], "label": [n % 3 for n in range(9)]}
+    found = datasets.Dataset.from_dict(rows, features=features)
+    found.to_parquet(tmp_path / "p.parquet")
+    inputs, labels = batch_of(f"hf:{tmp_path / 'p.parquet'}", vit, folder, 9)
+    expected, _ = batch_of(f"imagefolder:{tmp_path / 'p'}", vit, folder, 9)
+    assert labels.tolist() == rows["label"]
+    torch.testing.assert_close(inputs, expected)
+    assert load_domain(f"hf:{tmp_path / 'p.parquet'}", "train").classes == ("x", "y", "z")
+    one, two = (ewc.consolidate(folder, data) for data in (found, f"hf:{tmp_path / 'p.parquet'}"))
+    assert one.provenance.data["fingerprint"] == two.provenance.data["fingerprint"]
+
+
+def test_datasets_as_they_are_loaded(tmp_path):
+    """From Python: of texts, streams, or tokenized already."""
+    folder, spec = saved(bert(), tmp_path / "m"), reviews(tmp_path / "r.jsonl", labels=(0, 1, 2))
+    found = datasets.load_dataset("json", data_files=spec.removeprefix("hf:"))["train"]
+    whole = ewc.consolidate(folder, spec).provenance.data["fingerprint"]
+    tokens = found.map(lambda row: tokenizer()(row["text"])).remove_columns("text").with_format("torch")
+    for data in (found, found.to_iterable_dataset()):
+        assert ewc.consolidate(folder, data).provenance.data["fingerprint"] == whole
+    scores = ewc.evaluate(folder, {"rows": found, "spec": spec})
+    assert scores[0].loss == scores[1].loss
+    one = tokens.select([0]).remove_columns(set(tokens.column_names) - {"input_ids", "attention_mask", "label"})
+    assert ewc.evaluate(folder, one)[0].samples == 1

@@ -51,28 +51,47 @@ def load_hugging_face(address: Address, place: str, split: Split, options: Optio
     if name is None and not only:
         raise DataError(f"{address}: there is no {split} split; it has {', '.join(splits)}")
     rows = splits[name] if name is not None else next(iter(splits.values()))
-    whole = None if only else split
+    return of_rows(rows, str(address), options, None if only else split)
+
+
+def is_rows(data: object) -> bool:
+    """Whether it is a dataset of the package datasets with texts or images; one of tensors is as any other."""
+    columns = getattr(data, "column_names", None)
+    return isinstance(columns, list) and any(name in columns for name in (*TEXTS, *_IMAGES))
+
+
+def of_rows(rows: Any, name: str, options: Options, split: Split | None = None) -> Domain:
+    """Make a domain of a dataset of the package datasets.
+
+    Args:
+        rows: The dataset, which may be a stream.
+        name: What to call it.
+        options: Which columns have what.
+        split: Which split it is, if it is one of several.
+
+    Raises:
+        UsageError: if there are no such columns, listing those that are there.
+        DataError: if targets are neither numbers nor names.
+    """
     columns = list(rows.column_names or [])
-    targets = target_columns(options.target, columns, str(address))
+    targets = target_columns(options.target, columns, name)
     classes = _class_names(rows, targets)
-    text = options.text or next((name for name in TEXTS if name in columns), None)
-    if options.stream:
+    text = options.text or next((column for column in TEXTS if column in columns), None)
+    if text is not None:
+        check_column(text, columns, name, "text")
+    if not hasattr(rows, "__len__"):
         if text is None or len(targets) > 1:
-            raise UsageError(f"{address}: a stream is of texts, with one target at most; name the column with text=")
-        check_column(text, columns, str(address), "text")
+            raise UsageError(f"{name}: a stream is of texts, with one target at most; name the column with text=")
         found = TextStream(rows, text, targets[0] if targets else None, options.limit, options.length)
-        return Domain(str(address), found, classes, split=whole)
-    labels, names = labels_of([rows[name] for name in targets], f"{address}: {', '.join(targets)}")
+        return Domain(name, found, classes, split=split)
+    labels, names = labels_of([rows[column] for column in targets], f"{name}: {', '.join(targets)}")
     classes = classes or names
-    image = next((name for name in _IMAGES if name in columns), None)
-    if text is None and image is not None:
-        return Domain(str(address), ImageColumn(rows[image], labels, options), classes, labels, whole)
-    if text is None:
-        raise UsageError(
-            f"{address}: which column has the texts? Name it with text=COLUMN. It has {', '.join(columns)}"
-        )
-    check_column(text, columns, str(address), "text")
-    return Domain(str(address), Texts(rows[text], labels, options.length, options.pack), classes, labels, whole)
+    if text is not None:
+        return Domain(name, Texts(rows[text], labels, options.length, options.pack), classes, labels, split)
+    image = next((column for column in _IMAGES if column in columns), None)
+    if image is None:
+        raise UsageError(f"{name}: which column has the texts? Name it with text=COLUMN. It has {', '.join(columns)}")
+    return Domain(name, ImageColumn(rows[image], labels, options), classes, labels, split)
 
 
 def _load(address: Address, place: str, options: Options) -> Mapping[str, Any]:

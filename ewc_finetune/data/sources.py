@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from ewc_finetune.address import Address, parse, suggest
 from ewc_finetune.choices import Split
 from ewc_finetune.data.domain import Domain, as_domain
-from ewc_finetune.data.hugging_face import load_hugging_face
+from ewc_finetune.data.hugging_face import is_rows, load_hugging_face, of_rows
 from ewc_finetune.data.images import load_image_folder, load_images
 from ewc_finetune.data.options import COMMON, Options, read_options
 from ewc_finetune.data.tables import load_csv, load_npz
@@ -60,8 +60,10 @@ def load_domain(spec: str, default_split: Split, data_dir: str | Path | None = N
 
 
 def resolve_domain(data: object, default_split: Split, data_dir: str | Path | None = None) -> Domain:
-    """Make a domain of a data spec (`load_domain`), or of a dataset or loader (`as_domain`)."""
-    return load_domain(data, default_split, data_dir) if isinstance(data, str) else as_domain(data)
+    """Make a domain of a data spec (`load_domain`), or of a dataset or loader (`as_domain`, `of_rows`)."""
+    if isinstance(data, str):
+        return load_domain(data, default_split, data_dir)
+    return of_rows(data, "data", Options()) if is_rows(data) else as_domain(data)
 
 
 def resolve_domains(data: Any, default_split: Split, data_dir: str | Path | None = None) -> list[Domain]:
@@ -78,7 +80,7 @@ def resolve_domains(data: Any, default_split: Split, data_dir: str | Path | None
 
 
 def _is_domain(item: object) -> bool:
-    return isinstance(item, (str, Domain, Dataset, DataLoader))
+    return isinstance(item, (str, Domain, Dataset, DataLoader)) or is_rows(item)
 
 
 def _call(address: Address, module: str, name: str, default_split: Split) -> Domain:
