@@ -110,7 +110,15 @@ class Likelihood(ABC):
         Raises:
             DataError: if the estimator needs targets and there are none.
         """
-        outputs = wide(outputs.detach())
+        return self.counted(self._factors(wide(outputs.detach()), targets, estimator, generator, draws), targets)
+
+    def counted(self, factors: Factors, targets: Tensor | None) -> Factors:
+        """Return the vectors without what the targets say does not count."""
+        return factors
+
+    def _factors(
+        self, outputs: Tensor, targets: Tensor | None, estimator: Estimator, generator: torch.Generator, draws: int
+    ) -> Factors:
         if estimator == "exact":
             return self.exact(outputs)
         if estimator == "sampled":
@@ -219,20 +227,12 @@ class PerToken(Categorical):
             )
         _check_classes(targets[targets != IGNORED], output_shape[-1], where)
 
-    def factors(
-        self,
-        outputs: Tensor,
-        targets: Tensor | None,
-        estimator: Estimator,
-        generator: torch.Generator,
-        draws: int = 1,
-    ) -> Factors:
-        """See `Likelihood`; nothing comes from a token that doesn't count."""
-        found = super().factors(outputs, targets, estimator, generator, draws)
+    def counted(self, factors: Factors, targets: Tensor | None) -> Factors:
+        """See `Likelihood`: of a token that is ignored there is nothing."""
         if targets is None or not (ignored := targets == IGNORED).any():
-            return found
-        counted = (~ignored)[..., None].to(wide(outputs).dtype)
-        return Factors(found.count, lambda m: found[m] * counted, lambda: found.squares() * counted)
+            return factors
+        kept = ~ignored[..., None]
+        return Factors(factors.count, lambda m: factors[m] * kept, lambda: factors.squares() * kept)
 
     def exact(self, outputs: Tensor) -> Factors:
         """Those of each token by itself, at most classes - 1: given the input, tokens are independent."""

@@ -116,9 +116,7 @@ def consolidate(
     printer = Printer(quiet, as_json)
     options |= {"architecture": arch, "output": output or default_output(model), "progress": printer}
     if dry_run:
-        found = estimate(run, model, data, **options)
-        printer.facts(found.facts)
-        printer.result(found.to_json())
+        printer.document(estimate(run, model, data, **options))
         return
     anchor = run(model, data, **options)
     origin = anchor.provenance

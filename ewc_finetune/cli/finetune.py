@@ -125,9 +125,7 @@ def finetune(
     options |= {"anchors": anchors, "architecture": arch, "eval_on": eval_on or None, "progress": printer}
     options |= {"output": output or default_output(model, anchors, data)}
     if dry_run:
-        found = estimate(run, model, data, **options)
-        printer.facts(found.facts)
-        printer.result(found.to_json())
+        printer.document(estimate(run, model, data, **options))
         return
     done = run(model, data, **options)
     loss = "loss (perplexity)" if any(score.perplexity is not None for score in done.before) else "loss"

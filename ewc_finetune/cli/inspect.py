@@ -36,9 +36,7 @@ def inspect(
     if is_on_hub(file) or detect(Path(file)) != "anchor":
         if plot is not None:
             raise UsageError(f"{file} is a checkpoint, which has no importance to draw; --plot is for anchors")
-        model = inspect_checkpoint(file, architecture=arch, trust_pickle=trust_pickle)
-        printer.facts(model.facts)
-        printer.result(model.to_json())
+        printer.document(inspect_checkpoint(file, architecture=arch, trust_pickle=trust_pickle))
         return
     if arch is not None or trust_pickle:
         raise UsageError(f"{file} is an anchor; --arch and --trust-pickle are for checkpoints")

@@ -6,12 +6,23 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import click
 from tqdm import tqdm
 
 from ewc_finetune.provenance import Provenance
+
+
+class Document(Protocol):
+    """What a verb found, for people and machines."""
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """What a person wants to know, each with its name."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it in values that JSON has."""
 
 
 class Printer:
@@ -62,6 +73,11 @@ class Printer:
         """Print facts, a line each, their names in a column."""
         for name, value in facts:
             self.note(f"{name:<15}{value}")
+
+    def document(self, found: Document) -> None:
+        """Print facts for people, and all that was found for machines."""
+        self.facts(found.facts)
+        self.result(found.to_json())
 
     def result(self, document: Any) -> None:
         """Print the result for machines, where they asked for it."""
