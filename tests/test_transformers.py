@@ -9,6 +9,7 @@ import datasets
 import pytest
 import safetensors.torch
 import torch
+import transformers
 from PIL import Image
 from test_formats import Bomb
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -565,3 +566,19 @@ def test_datasets_as_they_are_loaded(tmp_path):
     assert scores[0].loss == scores[1].loss
     one = tokens.select([0]).remove_columns(set(tokens.column_names) - {"input_ids", "attention_mask", "label"})
     assert ewc.evaluate(folder, one)[0].samples == 1
+
+
+@pytest.mark.parametrize("head", ["new", "expand"])
+def test_a_classifier_for_other_classes(tmp_path, head):
+    """The config says how many there are, and what they are called."""
+    folder = saved(bert(), tmp_path / "m")
+    anchor = ewc.consolidate(folder, reviews(tmp_path / "r.jsonl"), output=tmp_path / "a.safetensors")
+    assert anchor.provenance.versions["transformers"] == transformers.__version__
+    data = reviews(tmp_path / "n.jsonl", labels=("cheap", "dear", "free") if head == "new" else (3, 4, 0))
+    options = {"anchors": anchor, "head": head, "epochs": 1, "eval_on": [], "output": tmp_path / "out"}
+    done = ewc.finetune(folder, data, **options)
+    again = BertForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(again, KINDS["bert"][2]), logits(done.model, KINDS["bert"][2]))
+    names = ["cheap", "dear", "free"] if head == "new" else ["bad", "fine", "good", "LABEL_3", "LABEL_4"]
+    assert list(again.config.id2label.values()) == names
+    assert open_model(tmp_path / "out").model.classifier.out_features == len(names)

@@ -19,6 +19,7 @@ from ewc_finetune.errors import ArchitectureError
 from ewc_finetune.importing import find, value_of, working_directory_on_path
 
 BUILTIN: dict[str, type[nn.Module]] = {"mlp": models.MLP, "cnn": models.CNN}
+TRANSFORMERS = "transformers:"
 FORMS = "mlp, cnn, torchvision:NAME or package.module:Class (keyword arguments behind a ?)"
 
 
@@ -125,6 +126,8 @@ def with_outputs(text: str, outputs: int) -> str:
     Raises:
         ArchitectureError: if it does not take a `num_classes` that says it.
     """
+    if text.startswith(TRANSFORMERS):
+        return text  # the folder's config says it
     address = parse(text)
     known = address.head in BUILTIN or address.head.startswith("torchvision:") or "num_classes" in address.options
     if not known:

@@ -101,6 +101,7 @@ class Checkpoint(ABC):
         remarks: What a reader should know of the file.
         state: Its tensors by name, where it is nothing but such.
         purpose: What the model is for, where the format says; known once it is built.
+        versions: Of the packages that give its tensors their names, beside torch.
         form: In what the file has the weights, where it is more than the model's own by their names; likewise.
     """
 
@@ -109,6 +110,7 @@ class Checkpoint(ABC):
     state: Mapping[str, Tensor] = MappingProxyType({})
     purpose: Purpose | None = None
     form: str | None = None
+    versions: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, label: str, sha256: str | None, record: Record, remarks: tuple[str, ...] = ()) -> None:
         self.label = label

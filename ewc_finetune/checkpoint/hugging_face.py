@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ewc_finetune.anchor import check_model
+from ewc_finetune.checkpoint.architecture import TRANSFORMERS
 from ewc_finetune.checkpoint.checkpoint import Checkpoint, Record, cpu_state
 from ewc_finetune.checkpoint.weights import Weights
 from ewc_finetune.choices import LikelihoodName
@@ -32,7 +33,6 @@ from ewc_finetune.files import atomic_folder, storage_errors
 from ewc_finetune.purpose import Purpose, Task
 
 HUB = "hf:"
-PREFIX = "transformers:"
 # Under what names a folder may have its weights, in the order of preference.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 # What else may be weights, or what a trainer keeps: it is of the model before, and does not travel along.
@@ -102,7 +102,7 @@ class HuggingFace(Checkpoint):
                 f"{self.label} is quantized ({self._quantization()}); quantized weights cannot be trained. Use the "
                 "model from before quantization"
             )
-        text = PREFIX + kind.__name__
+        text = TRANSFORMERS + kind.__name__
         model = self._load(kind)
         self._check_names(model, text)
         check_model(model, f"{self.label}: ")
@@ -110,6 +110,7 @@ class HuggingFace(Checkpoint):
             parameter.requires_grad_(name not in self.record.frozen)
         model.config.use_cache = False  # what it would keep for generation is of no use here
         self.purpose = self._purpose(kind.__name__)
+        self.versions = {"transformers": require_transformers().__version__}
         self.record = replace(self.record, classes=self.record.classes or _listed(self.purpose.classes))
         return model.eval(), text
 
@@ -152,7 +153,8 @@ class HuggingFace(Checkpoint):
         if lost:
             raise ArchitectureError(
                 f"{self.label}: {lost[0]} has another name in the file than transformers writes it under. Load it with "
-                f"{text.removeprefix(PREFIX)}.from_pretrained, write it anew with save_pretrained, and start from that"
+                f"{text.removeprefix(TRANSFORMERS)}.from_pretrained, write it anew with save_pretrained, and start "
+                "from that"
             )
         for name, tensor in state.items():
             if name in self.state and tensor.is_floating_point() and not self.state[name].is_floating_point():
@@ -175,25 +177,38 @@ class HuggingFace(Checkpoint):
                     shutil.copyfile(source, temporary / source.name)
             state = _names_of_file(model, cpu_state(model, dtypes))
             own = {name: tensor.to(self.state[name].dtype) for name, tensor in state.items() if name in self.state}
+            self._say_classes(temporary / "config.json", own, record)
             found = OrderedDict(own)
             found._metadata = OrderedDict()  # type: ignore[attr-defined]
             self.weights.save_state(temporary / self.file.name, found, record)
+
+    def _say_classes(self, file: Path, own: Mapping[str, Tensor], record: Record) -> None:
+        """Let the config of a classifier that was given another head say how many outputs it has, and what they are."""
+        known = dict(self._config.id2label or {})
+        changed = {len(tensor) for name, tensor in own.items() if tensor.shape != self.state[name].shape}
+        outputs = max(changed, default=len(known))
+        renewed = record.head is not None and record.head != self.record.head
+        if not changed and not renewed:
+            return
+        names = record.classes or [f"LABEL_{n}" if renewed else known.get(n, f"LABEL_{n}") for n in range(outputs)]
+        labels = {"id2label": dict(enumerate(names)), "label2id": {name: n for n, name in enumerate(names)}}
+        file.write_text(json.dumps(_read_json(file) | labels, indent=2) + "\n", encoding="utf-8")
 
     def _kind(self, architecture: str | None) -> Any:
         """Return the class of the model: the one that the user names, or the config."""
         transformers = require_transformers()
         named = _read_json(self.folder / "config.json").get("architectures") or []
-        asked = architecture not in (None, PREFIX + "auto")
-        if asked and not str(architecture).startswith(PREFIX):
+        asked = architecture not in (None, TRANSFORMERS + "auto")
+        if asked and not str(architecture).startswith(TRANSFORMERS):
             raise ArchitectureError(
                 f"{self.label} is a model of transformers, and --arch {architecture} is none. Leave --arch away, or "
-                f"name a class: {PREFIX}BertForSequenceClassification"
+                f"name a class: {TRANSFORMERS}BertForSequenceClassification"
             )
-        name = str(architecture).removeprefix(PREFIX) if asked else next(iter(named), None)
+        name = str(architecture).removeprefix(TRANSFORMERS) if asked else next(iter(named), None)
         if name is None:
             raise ArchitectureError(
                 f"{self.label}: its config.json does not say what class the model is of (architectures). Name it: "
-                f"--arch {PREFIX}BertForSequenceClassification, say"
+                f"--arch {TRANSFORMERS}BertForSequenceClassification, say"
             )
         found = getattr(transformers, str(name), None) if str(name).isidentifier() else None
         if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):

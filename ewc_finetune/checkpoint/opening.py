@@ -75,6 +75,11 @@ class Opened:
         return None if self.checkpoint is None else self.checkpoint.purpose
 
     @property
+    def versions(self) -> Mapping[str, str]:
+        """Of the packages that give its tensors their names, beside torch."""
+        return {} if self.checkpoint is None else self.checkpoint.versions
+
+    @property
     def likelihood(self) -> LikelihoodName:
         """How its outputs are meant, unless somebody says otherwise."""
         return "categorical" if self.purpose is None else self.purpose.likelihood

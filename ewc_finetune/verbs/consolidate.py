@@ -200,7 +200,7 @@ def consolidate(
         provenance = Provenance(
             name=name or parse(domain.name).head.partition(":")[0],
             created=_created(),
-            versions={"ewc_finetune": __version__, "torch": torch.__version__},
+            versions={"ewc_finetune": __version__, "torch": torch.__version__, **opened.versions},
             checkpoint={
                 "file": opened.file,
                 "sha256": opened.sha256,
