@@ -541,7 +541,7 @@ def test_from_the_command_line(ewc_ft, tmp_path):
     assert "format         onnx" in ewc_ft("inspect", "m.onnx").stderr
     ewc_ft("consolidate", "m.onnx", "--data", "digits?limit=40")
     refused = ewc_ft("finetune", "--anchors", "m.anchor.safetensors", "--data", "digits?limit=40", expect=1)
-    assert "onnx checkpoint, whose program it does not have" in refused.stderr
+    assert "in the format onnx, whose program it does not have" in refused.stderr
     options = ("--model", "m.onnx", "--data", "digits?limit=40", "--epochs", "1", "--json")
     done = json.loads(ewc_ft("finetune", "--anchors", "m.anchor.safetensors", *options).stdout)
     assert done["checkpoint"] == "m-digits-limit-40.onnx"

@@ -33,7 +33,7 @@ class FromAnchor(Weights, SingleFile):
         source = origin.get("format") or StateDict.format
         if source not in _WITHOUT_PROGRAM:
             raise AnchorError(
-                f"{anchor.label} comes from a {source} checkpoint, whose program it does not have. Name the "
+                f"{anchor.label} comes from a checkpoint in the format {source}, whose program it does not have. Name the "
                 f"checkpoint too: --model {origin.get('file') or 'FILE'}"
             )
         self.format = StateDict.format if source == StateDict.format else SafetensorsFile.format
