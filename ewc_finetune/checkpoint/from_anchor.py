@@ -33,8 +33,8 @@ class FromAnchor(Weights, SingleFile):
         source = origin.get("format") or StateDict.format
         if source not in _WITHOUT_PROGRAM:
             raise AnchorError(
-                f"{anchor.label} comes from a checkpoint in the format {source}, whose program it does not have. Name the "
-                f"checkpoint too: --model {origin.get('file') or 'FILE'}"
+                f"{anchor.label} comes from a checkpoint in the format {source}, whose program it does not have. Name "
+                f"the checkpoint too: --model {origin.get('file') or 'FILE'}"
             )
         self.format = StateDict.format if source == StateDict.format else SafetensorsFile.format
         self.ending = StateDict.ending if source == StateDict.format else SafetensorsFile.ending
