@@ -93,3 +93,43 @@ def test_split_mnist(tmp_path, data_dir):
         for setting in ("task-incremental", "domain-incremental", "class-incremental")
         for method in ("plain", "L2", "EWC offline", "EWC online")
     }
+
+
+@pytest.mark.slow
+def test_language_model(tmp_path):
+    lines = run("language_model.py", "--quick", "--work", tmp_path / "work", "--output", tmp_path).splitlines()
+    assert "| perplexity | lambda | source code | English prose |" in lines
+    rows = list(csv.DictReader((tmp_path / "frontier.csv").read_text().splitlines()))
+    assert [row["method"] for row in rows] == [
+        "before",
+        "plain",
+        "L2",
+        "EWC, Fisher of source code",
+        "EWC, Fisher of own samples",
+    ]
+    # As good as a guess among the 300 tokens at worst, and prose is learned.
+    before, *after = (float(row["prose"]) for row in rows)
+    assert all(1 < prose < before < 300 for prose in after)
+    assert (tmp_path / "frontier.png").is_file()
+    # What is there is not made again, and gives the same.
+    again = run("language_model.py", "--quick", "--work", tmp_path / "work", "--output", tmp_path).splitlines()
+    assert again[-9:] == lines[-9:]
+    assert not any(line.endswith(" s)") for line in again)
+
+
+def test_the_parts_of_the_texts_share_nothing():
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        import language_model as example
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    for parts in (example.source_files(example.QUICK), example.prose(example.FULL)):
+        paragraphs = {part: {p for text in texts for p in text.split("\n\n")} for part, texts in parts.items()}
+        assert set(parts) == set(example.PARTS)
+        assert all(map(len, parts.values()))
+        documents = [text for texts in parts.values() for text in texts]
+        assert len(documents) == len(set(documents))
+    # Topics repeat each other's paragraphs; here each has one place.
+    train, held_out = paragraphs["train"], paragraphs["validation"] | paragraphs["test"]
+    assert not train & held_out
+    assert not paragraphs["validation"] & paragraphs["test"]

@@ -422,7 +422,9 @@ def test_tokens_that_do_not_count_have_no_part_in_any_estimator(estimator):
     assert torch.equal(whole.stack(slice(None))[:, targets != IGNORED], vectors[:, targets != IGNORED])
 
 
-def test_a_model_consolidated_on_its_own_samples(tmp_path):
+def test_a_model_consolidated_on_its_own_samples(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr("transformers.generation.utils.logger.warning_once", lambda *message: said.append(message))
     folder = saved(llama(), tmp_path / "m")
     opened = open_model(folder)
     domain = preprocessed(load_domain("generate:300?length=6", "train"), opened.purpose, opened.model, opened.label)
@@ -436,6 +438,7 @@ def test_a_model_consolidated_on_its_own_samples(tmp_path):
     assert one.provenance.data["fingerprint"] == two.provenance.data["fingerprint"]
     assert one.provenance.samples == 20
     assert all(torch.equal(one.fisher[name], two.fisher[name]) for name in one.fisher)
+    assert not said
     with pytest.raises(UsageError, match="a text classification generates nothing"):
         ewc.consolidate(saved(bert(), tmp_path / "b"), "generate:20")
     with pytest.raises(DataError, match="is no language model or text classifier of transformers"):

@@ -174,6 +174,7 @@ def _generate(model: nn.Module, tokenizer: Any, asked: Generated, length: int, n
         bos_token_id=begin,
         eos_token_id=end,
         pad_token_id=end if end is not None else 0,
+        use_cache=True,
     )
     device = next(model.parameters()).device
     torch.manual_seed(asked.seed)
@@ -181,7 +182,7 @@ def _generate(model: nn.Module, tokenizer: Any, asked: Generated, length: int, n
     while len(found) < asked.count:
         first = torch.full((min(_AT_ONCE, asked.count - len(found)), 1), begin, device=device)
         drawn = model.generate(  # type: ignore[operator]
-            first, attention_mask=torch.ones_like(first), generation_config=plain, use_cache=True
+            first, attention_mask=torch.ones_like(first), generation_config=plain
         )
         for row in drawn.tolist():
             stop = row.index(end, 1) + 1 if end in row[1:] else len(row)
