@@ -2,10 +2,10 @@
 
 A causal model of 3.3 million parameters (Llama's architecture, byte-level tokens) is trained from scratch on the
 standard library's own source files, then adapted to the prose of the documentation that the standard library ships
-(`pydoc_data/topics.py`). It is adapted plainly; held by plain L2; by the Fisher of source files; and by the Fisher of
-samples that the model draws itself, for which no text is needed at all. Each penalty has its range of lambdas; the
-table shows the one with the least mean of both log-perplexities on the validation parts. All that is shown is measured
-on the test parts. A file, or topic, is in one part alone. One seed.
+(`pydoc_data/topics.py`): plainly; held by plain L2; by the Fisher of source files; by the Fisher of samples that the
+model draws itself, for which no text is needed at all; and by K-FAC. Each penalty has its range of lambdas; the table
+shows the one with the least mean of both log-perplexities on the validation parts. All that is shown is measured on the
+test parts. A file, or topic, is in one part alone. One seed.
 
     OMP_NUM_THREADS=1 python examples/language_model.py     about 25 minutes
     python examples/language_model.py --quick               half a minute, to see that it runs
@@ -44,11 +44,13 @@ import ewc_finetune as ewc
 from ewc_finetune.figures import save_figure
 
 SOURCE, PROSE = "source code", "English prose"
-BEFORE, PLAIN, L2, ON_DATA, ON_OWN = "before", "plain", "L2", "EWC, Fisher of source code", "EWC, Fisher of own samples"
+BEFORE, PLAIN, L2 = "before", "plain", "L2"
+ON_DATA, ON_OWN, KFAC = "EWC, Fisher of source code", "EWC, Fisher of own samples", "EWC, K-FAC of source code"
 LAMBDAS = {
-    L2: (1.0, 10.0, 100.0, 1000.0),
-    ON_DATA: (10.0, 100.0, 1000.0, 10_000.0),
-    ON_OWN: (10.0, 100.0, 1000.0, 10_000.0),
+    L2: (0.3, 1.0, 3.0, 10.0, 100.0),
+    ON_DATA: (10.0, 30.0, 100.0, 300.0, 1000.0),
+    ON_OWN: (10.0, 30.0, 100.0, 300.0, 1000.0),
+    KFAC: (1.0, 10.0, 100.0),
 }
 CONTEXT = 128
 END = "<|endoftext|>"
@@ -159,6 +161,7 @@ def run(work: Path, size: Size) -> list[Point]:
         L2: {"data": specs[SOURCE, "train"], "curvature": "identity"},
         ON_DATA: {"data": specs[SOURCE, "train"], "samples": size.samples},
         ON_OWN: {"data": f"generate:{size.samples}?length={CONTEXT}"},
+        KFAC: {"data": specs[SOURCE, "train"], "samples": size.samples, "curvature": "kfac"},
     }.items():
         file = work / f"{re.sub('[^a-z0-9]+', '-', method.lower())}.anchor.safetensors"
         if not file.exists():
@@ -316,13 +319,21 @@ def draw(points: list[Point], path: Path) -> None:
     """Draw what is kept against what is learned, a line for each penalty."""
     figure = Figure(figsize=(8, 6), layout="constrained")
     axes = figure.subplots()
-    offsets = {L2: (5, 4), ON_DATA: (-4, -12), ON_OWN: (5, 4)}
-    styles = {BEFORE: ("*", "0.2"), PLAIN: ("X", "C3"), L2: ("v-", "C4"), ON_DATA: ("o-", "C0"), ON_OWN: ("s--", "C1")}
-    for method, (style, color) in styles.items():
+    # Style and colour, and where the lambdas stand beside their points.
+    styles = {
+        BEFORE: ("*", "0.2", (0, 0)),
+        PLAIN: ("X", "C3", (0, 0)),
+        L2: ("v-", "C4", (5, 4)),
+        ON_DATA: ("o-", "C0", (-4, -12)),
+        ON_OWN: ("s--", "C1", (5, 4)),
+        KFAC: ("D-", "C2", (-4, -12)),
+    }
+    for method, (style, color, offset) in styles.items():
         line = [p for p in points if p.method == method]
-        axes.plot([p.source for p in line], [p.prose for p in line], style, color=color, label=method)
+        size = 12 if method in (BEFORE, PLAIN) else 5
+        axes.plot([p.source for p in line], [p.prose for p in line], style, color=color, ms=size, label=method)
         for p in line if method in LAMBDAS else ():
-            position, offset = (p.source, p.prose), offsets[method]
+            position = (p.source, p.prose)
             axes.annotate(
                 f"{p.strength:g}", position, xytext=offset, textcoords="offset points", fontsize=8, color=color
             )
