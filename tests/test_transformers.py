@@ -585,3 +585,19 @@ def test_a_classifier_for_other_classes(tmp_path, head):
     names = ["cheap", "dear", "free"] if head == "new" else ["bad", "fine", "good", "LABEL_3", "LABEL_4"]
     assert list(again.config.id2label.values()) == names
     assert open_model(tmp_path / "out").model.classifier.out_features == len(names)
+
+
+def test_modules_that_transformers_loaded(tmp_path):
+    """Know where their tokenizer is."""
+    folder, data = saved(llama(), tmp_path / "m"), corpus(tmp_path / "c.txt")
+    (expected,) = ewc.evaluate(folder, data)
+    assert ewc.evaluate(LlamaForCausalLM.from_pretrained(folder), data) == [expected]
+    done = ewc.finetune(folder, data, epochs=0, eval_on=[])
+    assert ewc.evaluate(done.model, data) == [expected]
+    assert ewc.consolidate(done.model, data).provenance.name == "c"
+    with pytest.raises(DataError, match="Name its folder"):
+        ewc.evaluate(llama(), data, likelihood="per-token")
+    lost = LlamaForCausalLM.from_pretrained(shutil.copytree(folder, tmp_path / "lost"))
+    shutil.rmtree(tmp_path / "lost")
+    with pytest.raises(DataError, match="Name its folder"):
+        ewc.evaluate(lost, data)

@@ -109,7 +109,7 @@ class HuggingFace(Checkpoint):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in self.record.frozen)
         model.config.use_cache = False  # what it would keep for generation is of no use here
-        self.purpose = self._purpose(kind.__name__)
+        self.purpose = _purpose(kind.__name__, self._config, self.folder)
         self.versions = {"transformers": require_transformers().__version__}
         self.record = replace(self.record, classes=self.record.classes or _listed(self.purpose.classes))
         return model.eval(), text
@@ -218,26 +218,6 @@ class HuggingFace(Checkpoint):
             )
         return found
 
-    def _purpose(self, name: str) -> Purpose:
-        config = self._config
-        task = _task(name)
-        labels = dict(getattr(config, "id2label", None) or {})
-        names = tuple(str(labels[key]) for key in sorted(labels, key=int))
-        told = any(label != f"LABEL_{number}" for number, label in enumerate(names))
-        likelihood: LikelihoodName = "categorical"
-        if task in ("causal language model", "masked language model"):
-            likelihood, told = "per-token", False
-        elif getattr(config, "problem_type", None) == "multi_label_classification":
-            likelihood = "bernoulli"
-        elif getattr(config, "problem_type", None) == "regression" or len(names) == 1:
-            likelihood, told = "gaussian", False
-        length = getattr(config, "max_position_embeddings", None)
-        # Models of this family count positions from behind the padding index.
-        kept = 2 if getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert") else 0
-        return Purpose(
-            self.folder, task, likelihood, names if told else None, length - kept if isinstance(length, int) else None
-        )
-
     def _quantization(self) -> str:
         found = self._config.quantization_config
         found = found if isinstance(found, dict) else found.to_dict()
@@ -307,6 +287,47 @@ def require_transformers() -> Any:
             "models of Hugging Face need transformers; install it: pip install 'ewc-finetune[transformers]'"
         ) from error
     return transformers
+
+
+def purpose_of(model: nn.Module) -> Purpose | None:
+    """Return what a module is for that somebody loaded with transformers, from a folder or the cache of the Hub."""
+    config: Any = getattr(model, "config", None)
+    name = getattr(config, "name_or_path", None)
+    if not isinstance(name, str) or not name or not hasattr(config, "model_type"):
+        return None
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            found = try_to_load_from_cache(name, "config.json")
+        except HFValidationError:  # a path that is there no more
+            return None
+        if not isinstance(found, str):
+            return None
+        folder = Path(found).parent
+    return _purpose(type(model).__name__, config, folder)
+
+
+def _purpose(name: str, config: Any, folder: Path) -> Purpose:
+    task = _task(name)
+    labels = dict(getattr(config, "id2label", None) or {})
+    names = tuple(str(labels[key]) for key in sorted(labels, key=int))
+    told = any(label != f"LABEL_{number}" for number, label in enumerate(names))
+    likelihood: LikelihoodName = "categorical"
+    if task in ("causal language model", "masked language model"):
+        likelihood, told = "per-token", False
+    elif getattr(config, "problem_type", None) == "multi_label_classification":
+        likelihood = "bernoulli"
+    elif getattr(config, "problem_type", None) == "regression" or len(names) == 1:
+        likelihood, told = "gaussian", False
+    length = getattr(config, "max_position_embeddings", None)
+    # Models of this family count positions from behind the padding index.
+    kept = 2 if getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert") else 0
+    return Purpose(
+        folder, task, likelihood, names if told else None, length - kept if isinstance(length, int) else None
+    )
 
 
 def _task(name: str) -> Task | None:

@@ -18,7 +18,7 @@ from ewc_finetune.checkpoint.checkpoint import Checkpoint, Record
 from ewc_finetune.checkpoint.detection import detect
 from ewc_finetune.checkpoint.exported import Exported
 from ewc_finetune.checkpoint.from_anchor import FromAnchor
-from ewc_finetune.checkpoint.hugging_face import HUB, HuggingFace, download, weights_file
+from ewc_finetune.checkpoint.hugging_face import HUB, HuggingFace, download, purpose_of, weights_file
 from ewc_finetune.checkpoint.onnx_file import Onnx
 from ewc_finetune.checkpoint.pickled import Pickled
 from ewc_finetune.checkpoint.safetensors_file import SafetensorsFile
@@ -71,8 +71,8 @@ class Opened:
 
     @property
     def purpose(self) -> Purpose | None:
-        """What the model is for, where its checkpoint says."""
-        return None if self.checkpoint is None else self.checkpoint.purpose
+        """What the model is for, where its checkpoint says, or transformers, for a module of its own."""
+        return purpose_of(self.model) if self.checkpoint is None else self.checkpoint.purpose
 
     @property
     def versions(self) -> Mapping[str, str]:

@@ -55,7 +55,9 @@ def _samples(text: str) -> int | str:
     help="What kfac does with several positions of a sample: take each for a sample (expand), or put them together.",
 )
 @storage_options
-@click.option("--name", help="What to call the domain.  [default: the kind of data]")
+@click.option(
+    "--name", help="What to call the domain.  [default: the kind of data, or the file or folder that it is in]"
+)
 @click.option(
     "--estimator",
     type=click.Choice(ESTIMATORS),

@@ -92,7 +92,7 @@ def consolidate(
             labels, but for the `empirical` and `batched` estimators.
         architecture: What to build for a checkpoint that doesn't carry it; recorded in the anchor.
         trust_pickle: Whether code in the checkpoint may run (a pickled module), which is never asked for otherwise.
-        name: What to call the domain; the kind of data unless given.
+        name: What to call the domain; unless given the kind of data, or the file or folder that it is in.
         curvature: `diagonal` is the Fisher's; `kfac` takes Kronecker-factored blocks for the weights of linear maps and
             convolutions, and the diagonal for the rest; `identity` counts every parameter alike (plain L2): the data
             then only shows how samples go into the model.
@@ -198,7 +198,7 @@ def consolidate(
         fisher = {n: value.float().cpu() for n, value in found.values.items()}
         blocks = {block.layer: block.stored(kfac_rank, kfac_dtype) for block in found.blocks}
         provenance = Provenance(
-            name=name or parse(domain.name).head.partition(":")[0],
+            name=name or _name_of(domain),
             created=_created(),
             versions={"ewc_finetune": __version__, "torch": torch.__version__, **opened.versions},
             checkpoint={
@@ -240,6 +240,12 @@ def consolidate(
         )
     validate(anchor)
     return anchor if output is None else anchor.save(output)
+
+
+def _name_of(domain: Domain) -> str:
+    """Return what to call a domain: its kind, or what is behind the colon, a file or folder without its path."""
+    kind, _, place = parse(domain.name).head.partition(":")
+    return Path(place).stem or kind if kind != "generate" else kind
 
 
 def default_output(model: str | Path) -> Path:
