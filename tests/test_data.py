@@ -343,7 +343,7 @@ def test_tables(tmp_path):
     inputs, labels = next(iter(load_domain(f"csv:{path}?target=b&limit=2", "train").subset([1]).batches(1)))
     assert labels.tolist() == [4.0]
     for content, message in (
-        ("a,b,label\n1,x,2\n", "b, row 2: 'x' is not a number"),
+        ("a,b,label\n1,x,2\n", "b, sample 1: 'x' is not a number"),
         ("a,b,label\n1,2\n", "row 2: 2 columns, and the first line names 3"),
         ("a,a,label\n1,2,3\n", "all different"),
         ("", "expected a first line"),
@@ -388,3 +388,45 @@ def test_functions():
         load_domain("test_data:made?colour=red", "train")
     with pytest.raises(DataError, match="the module test_data has no nothing"):
         load_domain("test_data:nothing", "train")
+
+
+def test_options_that_data_cannot_take_are_refused(tmp_path):
+    (tmp_path / "t.txt").write_text("one\ntwo\u2028three\n")
+    (tmp_path / "t.csv").write_text("\ufefftext,label\n" + "w" * 200_000 + ",a\nw2,b\nw3,a\n", encoding="utf-8")
+    assert load_domain(f"text:{tmp_path / 't.txt'}", "train").size == 2
+    texts = load_domain(f"csv:{tmp_path / 't.csv'}?classes=0&limit=1", "train")
+    assert (texts.size, texts.samples.labels.tolist(), texts.classes) == (1, [0], ("a", "b"))
+    for spec, message in (
+        (f"text:{tmp_path / 't.txt'}?split=test", "one file has no splits"),
+        (f"csv:{tmp_path / 't.csv'}?split=test", "one file has no splits"),
+        (f"text:{tmp_path / 't.txt'}?size=28", "its samples are no images"),
+        (f"text:{tmp_path / 't.txt'}?classes=1", "its labels are not known beforehand"),
+        ("test_data:made?rotate=30", "its samples are no images"),
+        ("test_data:made_without_splits?limit=2", "it has no samples by number to limit"),
+        ("test_data:made_without_splits?offset=2", "offset is for arrays"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            load_domain(spec, "train")
+    assert load_domain("test_data:made_without_splits?active=0-1", "train").active == (0, 1)
+
+
+@pytest.mark.parametrize("label", ["", "123456789012345678901"])
+def test_labels_that_are_none(tmp_path, label):
+    (tmp_path / "t.csv").write_text(f"a,label\n1,0\n2,{label}\n3,1\n")
+    with pytest.raises(DataError, match="sample 2 has no label|is larger than any class"):
+        load_domain(f"csv:{tmp_path / 't.csv'}", "train")
+
+
+@pytest.mark.parametrize("damage", ["flipped", "order", "wide"])
+def test_arrays_of_every_kind(tmp_path, damage):
+    path = tmp_path / "a.npz"
+    kind = {"order": ">f4", "wide": np.longdouble, "flipped": np.float64}[damage]
+    np.savez_compressed(path, x=np.arange(4000).astype(kind).reshape(1000, 4), y=np.arange(1000))
+    if damage == "flipped":
+        content = bytearray(path.read_bytes())
+        content[200:260] = bytes(60)
+        path.write_bytes(content)
+        with pytest.raises(DataError, match="cannot be read as arrays"):
+            load_domain(f"npz:{path}", "train")
+    else:
+        assert load_domain(f"npz:{path}", "train").samples.tensors[0][3].tolist() == [12, 13, 14, 15]

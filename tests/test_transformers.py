@@ -1,5 +1,6 @@
 """Model folders of transformers go in and come out, and their own tokenizers and processors make the inputs."""
 
+import contextlib
 import json
 import math
 import shutil
@@ -601,3 +602,75 @@ def test_modules_that_transformers_loaded(tmp_path):
     shutil.rmtree(tmp_path / "lost")
     with pytest.raises(DataError, match="Name its folder"):
         ewc.evaluate(lost, data)
+
+
+def test_what_generates_is_the_model_alone(tmp_path):
+    """Not what somebody set it to for its users."""
+    folder = saved(llama(), tmp_path / "m")
+    (folder / "generation_config.json").write_text(
+        json.dumps({"do_sample": True, "temperature": 0.05, "top_p": 0.1, "max_new_tokens": 2, "suppress_tokens": [7]})
+    )
+    plain = ewc.consolidate(saved(llama(), tmp_path / "plain"), "generate:10?length=6")
+    cold = ewc.consolidate(folder, "generate:10?length=6")
+    assert cold.provenance.data["fingerprint"] == plain.provenance.data["fingerprint"]
+    with pytest.raises(UsageError, match="samples of one token say nothing"):
+        ewc.consolidate(folder, "generate:10?length=1")
+
+
+def test_some_of_the_samples(tmp_path):
+    folder = saved(bert(), tmp_path / "m")
+    data = reviews(tmp_path / "r.jsonl", labels=(0, 1, 2))
+    _, labels = batch_of(f"{data}?classes=1-2&limit=5", bert, folder, 9)
+    assert labels.tolist() == [1, 2, 1, 2, 1]
+    pixels, _ = batch_of(f"{pictures(tmp_path / 'p')}?limit=2", vit, saved(vit(), tmp_path / "v"), 9)
+    assert pixels.shape == (2, 3, 16, 16)
+    found = ewc.consolidate(saved(llama(), tmp_path / "l"), f"{corpus(tmp_path / 'c.txt')}?limit=3")
+    assert found.provenance.samples == 3
+
+
+def test_texts_of_any_length(tmp_path):
+    """An empty one, of which there is nothing to predict."""
+    (tmp_path / "t.csv").write_text('text,label\n"",0\nw1 w2 w3,1\n')
+    for name, build in (("llama", llama), ("masked", masked), ("bert", bert)):
+        anchor = ewc.consolidate(saved(build(), tmp_path / name), f"csv:{tmp_path / 't.csv'}", estimator="empirical")
+        assert anchor.provenance.samples == 2
+    (tmp_path / "n.jsonl").write_text('{"text": null}\n{"text": "w1"}')
+    for option in ("", "?stream=1"):
+        with pytest.raises(DataError, match="sample 0 is a NoneType where a text should be"):
+            ewc.consolidate(tmp_path / "llama", f"hf:{tmp_path / 'n.jsonl'}{option}")
+    words = tokenizer()
+    words.mask_token = None
+    words.save_pretrained(tmp_path / "masked")
+    with pytest.raises(DataError, match="has no mask token"):
+        ewc.consolidate(tmp_path / "masked", f"csv:{tmp_path / 't.csv'}")
+
+
+@pytest.mark.parametrize("padding", [None, 7])
+def test_classifiers_that_look_at_the_last_token(tmp_path, padding):
+    """Whatever their tokenizer fills texts up with."""
+    torch.manual_seed(0)
+    tokens = {"pad_token_id": padding, "num_key_value_heads": 1, "num_labels": 3}
+    folder = saved(transformers.LlamaForSequenceClassification(LlamaConfig(**SMALL, **tokens)).eval(), tmp_path / "m")
+    data = reviews(tmp_path / "r.jsonl", labels=(0, 1, 2))
+    alone, together = (ewc.evaluate(folder, data, batch_size=size)[0].loss for size in (1, 12))
+    assert alone == pytest.approx(together, rel=1e-5)
+
+
+def test_code_of_a_folder_is_not_even_asked_for(tmp_path, monkeypatch):
+    def asked(*_):
+        raise AssertionError("the user was asked")
+
+    monkeypatch.setattr("builtins.input", asked)
+    folder = saved(llama(), tmp_path / "m")
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'exploded')!r}, 'w')")
+    tokens = json.loads((folder / "tokenizer_config.json").read_bytes())
+    tokens["auto_map"] = {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
+    changed(folder, auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
+    data = corpus(tmp_path / "c.txt")
+    with contextlib.suppress(DataError):
+        assert ewc.consolidate(folder, data).provenance.samples == 12
+    changed(folder, model_type="evil")
+    with pytest.raises(ArchitectureError, match="as code, which is not run"):
+        ewc.consolidate(folder, data)
+    assert not (tmp_path / "exploded").exists()

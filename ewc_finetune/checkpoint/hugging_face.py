@@ -124,6 +124,7 @@ class HuggingFace(Checkpoint):
                     self.folder,
                     dtype=widest,
                     local_files_only=True,
+                    trust_remote_code=False,
                     use_safetensors=".safetensors" in self.file.name,
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,

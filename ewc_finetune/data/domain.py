@@ -94,9 +94,12 @@ class Domain:
     def subset(self, indices: Sequence[int]) -> Domain:
         """Return the domain of the samples at these indices, in this order."""
         labels = None if self.labels is None else self.labels[torch.as_tensor(indices, dtype=torch.long)]
-        if isinstance(self.samples, TensorDataset):
+        samples: Dataset[Any]
+        if hasattr(self.samples, "subset"):
+            samples = self.samples.subset(indices)
+        elif isinstance(self.samples, TensorDataset):
             chosen = torch.as_tensor(indices, dtype=torch.long)
-            samples: Dataset[Any] = TensorDataset(*(tensor[chosen] for tensor in self.samples.tensors))
+            samples = TensorDataset(*(tensor[chosen] for tensor in self.samples.tensors))
         else:
             samples = Subset(self.samples, indices)  # type: ignore[arg-type]
         return replace(self, samples=samples, labels=labels)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -33,6 +34,11 @@ class ImageColumn(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self.images)
+
+    def subset(self, indices: Sequence[int]) -> ImageColumn:
+        """Return some of them, in this order."""
+        labels = None if self.labels is None else self.labels[torch.as_tensor(indices, dtype=torch.long)]
+        return ImageColumn([self.images[index] for index in indices], labels, self.options)
 
     def __getitem__(self, index: int) -> Tensor | tuple[Tensor, Tensor]:
         from torchvision.transforms.v2.functional import pil_to_tensor

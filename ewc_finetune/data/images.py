@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ class ImageFiles(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self.files)
+
+    def subset(self, indices: Sequence[int]) -> ImageFiles:
+        """Return some of them, in this order."""
+        return ImageFiles([self.files[index] for index in indices], self.options)
 
     def __getitem__(self, index: int) -> Tensor | tuple[Tensor, int]:
         from PIL import Image, UnidentifiedImageError

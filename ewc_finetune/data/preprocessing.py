@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,11 +63,14 @@ def preprocessed(domain: Domain, purpose: Purpose | None, model: nn.Module, labe
 def _of_texts(domain: Domain, samples: Texts | TextStream | Generated, purpose: Purpose, model: nn.Module) -> Domain:
     tokenizer = _tokenizer(purpose.folder)
     length = min(samples.length or purpose.length or _LENGTH, purpose.length or 1 << 30)
+    if purpose.task == "masked language model" and tokenizer.mask_token_id is None:
+        raise DataError(f"{domain.name}: the tokenizer of {purpose.folder} has no mask token; save one into it")
+    filler = _filler(tokenizer, model)
     if isinstance(samples, Generated):
         if purpose.task != "causal language model":
             raise UsageError(f"{domain.name}: a {purpose.task} generates nothing; causal language models do")
         ids = _generate(model, tokenizer, samples, length, domain.name)
-        return replace(domain, samples=_Ids(ids), collate=lambda found: _language(tokenizer, purpose, found))
+        return replace(domain, samples=_Ids(ids), collate=lambda found: _language(tokenizer, purpose, filler, found))
     if purpose.task == "text classification":
         domain = _renumbered(domain, samples, purpose)
         if purpose.likelihood == "gaussian" and domain.labels is not None and domain.labels.ndim == 1:
@@ -74,17 +78,19 @@ def _of_texts(domain: Domain, samples: Texts | TextStream | Generated, purpose: 
 
         def classified(found: list[tuple[str, Tensor | None]]) -> Any:
             encoded = _encode(tokenizer, [text for text, _ in found], length)
-            return dict(_padded(tokenizer, encoded)), _labels([label for _, label in found], purpose)
+            return _padded(filler, encoded), _labels([label for _, label in found], purpose)
 
         return replace(domain, collate=classified)
     # What a language model is to say of a text is in the text.
     domain = replace(domain, classes=None, labels=None)
     if isinstance(samples, Texts) and samples.pack is not None:
         blocks = _packed(tokenizer, samples, min(samples.pack, length), domain.name)
-        return replace(domain, samples=_Ids(blocks), collate=lambda found: _language(tokenizer, purpose, found))
+        return replace(domain, samples=_Ids(blocks), collate=lambda found: _language(tokenizer, purpose, filler, found))
     return replace(
         domain,
-        collate=lambda found: _language(tokenizer, purpose, _encode(tokenizer, [text for text, _ in found], length)),
+        collate=lambda found: _language(
+            tokenizer, purpose, filler, _encode(tokenizer, [text for text, _ in found], length)
+        ),
     )
 
 
@@ -106,10 +112,18 @@ def _encode(tokenizer: Any, texts: Sequence[str], length: int) -> list[list[int]
     return found
 
 
-def _padded(tokenizer: Any, ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+def _filler(tokenizer: Any, model: Any) -> int:
+    """Return the token that fills up shorter texts; classifiers find the last token of a text by what it is not."""
+    known = (getattr(model.config, "pad_token_id", None), tokenizer.pad_token_id, tokenizer.eos_token_id)
+    found = next((int(token) for token in known if token is not None), 0)
+    if known[0] is None:
+        model.config.pad_token_id = found
+    return found
+
+
+def _padded(filler: int, ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """Fill up on the right with tokens that are masked; an empty text is one such token."""
     longest = max(1, *(len(sample) for sample in ids))
-    filler = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
     inputs = torch.full((len(ids), longest), filler)
     mask = torch.zeros_like(inputs)
     for row, sample in enumerate(ids):
@@ -118,12 +132,14 @@ def _padded(tokenizer: Any, ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     return {"input_ids": inputs, "attention_mask": mask}
 
 
-def _language(tokenizer: Any, purpose: Purpose, ids: Sequence[Sequence[int]]) -> tuple[dict[str, Tensor], Tensor]:
-    inputs = _padded(tokenizer, ids)
+def _language(
+    tokenizer: Any, purpose: Purpose, filler: int, ids: Sequence[Sequence[int]]
+) -> tuple[dict[str, Tensor], Tensor]:
+    inputs = _padded(filler, ids)
     labels = torch.full_like(inputs["input_ids"], IGNORED)
     for row, sample in enumerate(ids):
         if purpose.task == "causal language model":
-            labels[row, : len(sample) - 1] = torch.tensor(sample[1:], dtype=torch.long)
+            labels[row, : max(0, len(sample) - 1)] = torch.tensor(sample[1:], dtype=torch.long)
         else:
             _mask(tokenizer, inputs["input_ids"][row], labels[row], sample)
     return inputs, labels
@@ -161,6 +177,8 @@ def _generate(model: nn.Module, tokenizer: Any, asked: Generated, length: int, n
     """Draw samples from the model's own distribution, token after token."""
     from transformers import GenerationConfig
 
+    if length < 2:
+        raise UsageError(f"{name}: samples of one token say nothing; use length=2 or more")
     config: Any = model.config
     known = (tokenizer.bos_token_id, getattr(config, "bos_token_id", None), tokenizer.eos_token_id)
     begin = next((token for token in known if token is not None), None)
@@ -179,15 +197,24 @@ def _generate(model: nn.Module, tokenizer: Any, asked: Generated, length: int, n
     device = next(model.parameters()).device
     torch.manual_seed(asked.seed)
     found: list[list[int]] = []
-    while len(found) < asked.count:
-        first = torch.full((min(_AT_ONCE, asked.count - len(found)), 1), begin, device=device)
-        drawn = model.generate(  # type: ignore[operator]
-            first, attention_mask=torch.ones_like(first), generation_config=plain
-        )
-        for row in drawn.tolist():
-            stop = row.index(end, 1) + 1 if end in row[1:] else len(row)
-            found.append(row[:stop])
+    with _generating(model, plain) as generate:
+        while len(found) < asked.count:
+            first = torch.full((min(_AT_ONCE, asked.count - len(found)), 1), begin, device=device)
+            for row in generate(first, attention_mask=torch.ones_like(first)).tolist():
+                stop = row.index(end, 1) + 1 if end in row[1:] else len(row)
+                found.append(row[:stop])
     return found
+
+
+@contextmanager
+def _generating(model: Any, plain: Any) -> Iterator[Any]:
+    """Give what generates by this config alone: what it leaves open would come from the model's own (temperature)."""
+    own = model.generation_config
+    model.generation_config = plain
+    try:
+        yield model.generate
+    finally:
+        model.generation_config = own
 
 
 def _renumbered(domain: Domain, samples: Texts | TextStream | Generated, purpose: Purpose) -> Domain:

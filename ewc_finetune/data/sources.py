@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from ewc_finetune.address import Address, parse, suggest
 from ewc_finetune.choices import Split
 from ewc_finetune.data.domain import Domain, as_domain
-from ewc_finetune.data.hugging_face import is_rows, load_hugging_face, of_rows
-from ewc_finetune.data.images import load_image_folder, load_images
+from ewc_finetune.data.hugging_face import ImageColumn, is_rows, load_hugging_face, of_rows
+from ewc_finetune.data.images import ImageFiles, load_image_folder, load_images
 from ewc_finetune.data.options import COMMON, Options, read_options
 from ewc_finetune.data.tables import load_csv, load_npz
-from ewc_finetune.data.texts import load_generated, load_text
+from ewc_finetune.data.texts import TextStream, load_generated, load_text
 from ewc_finetune.errors import DataError, UsageError
 from ewc_finetune.importing import find, value_of, working_directory_on_path
 
@@ -91,7 +91,10 @@ def _call(address: Address, module: str, name: str, default_split: Split) -> Dom
         raise DataError(f"{address}: {name} is a {type(function).__name__}; expected a function that returns a dataset")
     arguments = {key: value_of(text) for key, text in address.options.items() if key not in COMMON}
     options = read_options(Address(address.head, {k: v for k, v in address.options.items() if k in COMMON}))
-    takes_split = "split" in inspect.signature(function).parameters
+    try:
+        takes_split = "split" in inspect.signature(function).parameters
+    except ValueError:  # some that are written in C have none
+        takes_split = False
     split: Split = options.split or default_split
     if options.split and not takes_split:
         raise UsageError(f"{address}: {name} takes no argument split, so it has no splits to choose from")
@@ -104,30 +107,44 @@ def _call(address: Address, module: str, name: str, default_split: Split) -> Dom
 
 
 def _select(domain: Domain, options: Options) -> Domain:
-    if domain.size is None:
+    _check_options(domain, options)
+    if options.active is not None:
+        domain = replace(domain, active=tuple(sorted({output for part in options.active for output in part})))
+    if not domain.indexable:
         return domain
-    size = domain.size
+    size = domain.size or 0
     kept = options.keep(size, domain.labels)
     if not len(kept) and domain.labels is not None:
         present = ", ".join(map(str, sorted(set(domain.labels.tolist()))))
         raise DataError(f"{domain.name}: nothing is left; its labels are {present or 'none: there are no samples'}")
     if len(kept) < size:
         domain = domain.subset(kept.tolist())
-    if options.active is not None:
-        domain = replace(domain, active=tuple(sorted({output for part in options.active for output in part})))
     if not isinstance(domain.samples, TensorDataset):
-        if options.offset:
-            raise UsageError(f"{domain.name}: offset is for arrays and images in memory")
         return domain
     images, *labels = domain.samples.tensors
-    if options.changes_images and images.ndim != 4:
-        raise UsageError(f"{domain.name}: its samples are no images, so they cannot be resized, turned or permuted")
     if options.changes_images:
         images = torch.cat([options.apply(part) for part in torch.split(images, 4096)])
     if options.offset and domain.labels is not None:
         moved = domain.labels + options.offset
         return replace(domain, samples=TensorDataset(images, moved), labels=moved, classes=None)
     return replace(domain, samples=TensorDataset(images, *labels))
+
+
+def _check_options(domain: Domain, options: Options) -> None:
+    """Refuse options that this data cannot take, rather than leave them out."""
+    samples = domain.samples
+    arrays = isinstance(samples, TensorDataset)
+    images = isinstance(samples, (ImageFiles, ImageColumn))
+    if isinstance(samples, TensorDataset):
+        images = samples.tensors[0].ndim == 4
+    for asked, possible, reason in (
+        (options.changes_images, images, "its samples are no images, so they cannot be resized, turned or permuted"),
+        (options.offset, arrays, "offset is for arrays and images in memory"),
+        (options.classes, domain.labels is not None, "its labels are not known beforehand, so none can be chosen"),
+        (options.limit, domain.indexable or isinstance(samples, TextStream), "it has no samples by number to limit"),
+    ):
+        if asked and not possible:
+            raise UsageError(f"{domain.name}: {reason}")
 
 
 # Kinds of data that have a place behind a colon, each with its own options.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
-import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ from ewc_finetune.address import Address, suggest
 from ewc_finetune.choices import Split
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.options import Options
-from ewc_finetune.data.texts import Texts
-from ewc_finetune.errors import DataError, UsageError
+from ewc_finetune.data.texts import Texts, refuse_split
+from ewc_finetune.errors import DataError, EwcError, UsageError
 
+# What a field of a table may have: a long text.
+_LONGEST = 1 << 30
 # What columns and arrays are called where the spec doesn't say.
 TEXTS = ("text", "sentence", "content")
 TARGETS = ("label", "labels", "target", "y")
@@ -29,33 +31,39 @@ _INPUTS = ("x", "inputs", "images", "features", "data")
 def load_npz(address: Address, place: str, split: Split, options: Options) -> Domain:
     """Read arrays: `x` and `y`, or `x_train`, `y_train`, `x_test` and `y_test`; nothing in the file is run."""
     path = _file(address, place, "npz:arrays.npz?inputs=x&target=y")
-    try:
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise DataError(f"{path} is one array; expected a .npz of several, as numpy.savez writes it")
-            names = list(file.files)
-            ending = f"_{split}" if any(name.endswith("_test") for name in names) else ""
-            if options.split and not ending:
-                raise DataError(f"{address}: {path} has no arrays that end in _train and _test, so it has no splits")
-            inputs = _choose(options.inputs, _INPUTS, names, address, "inputs", ending)
-            target = _choose(options.target, TARGETS, names, address, "target", ending, needed=False)
-            arrays = {name: file[name] for name in (inputs, target) if name is not None}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(
-            f"{path} cannot be read as arrays ({str(error)[:200]}). Expected what numpy.savez wrote"
-        ) from error
-    tensors = [_tensor(array, f"{path}: {name}") for name, array in arrays.items()]
+    with _opened(path) as file:
+        names = list(file.files)
+        ending = f"_{split}" if any(name.endswith("_test") for name in names) else ""
+        if options.split and not ending:
+            raise DataError(f"{address}: {path} has no arrays that end in _train and _test, so it has no splits")
+        inputs = _choose(options.inputs, _INPUTS, names, address, "inputs", ending)
+        target = _choose(options.target, TARGETS, names, address, "target", ending, needed=False)
+        tensors = [_tensor(file[name], f"{path}: {name}") for name in (inputs, target) if name is not None]
     if len({len(tensor) for tensor in tensors}) > 1:
         raise DataError(f"{path}: {inputs} has {len(tensors[0])} samples and {target} {len(tensors[1])}")
     labels = tensors[1] if len(tensors) > 1 else None
     return Domain(str(address), TensorDataset(*tensors), labels=labels, split=split if ending else None)
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            yield file
+    except EwcError:
+        raise
+    except Exception as error:  # damaged archives fail in many ways
+        reason = str(error)[:200] or type(error).__name__
+        raise DataError(f"{path} cannot be read as arrays ({reason}). Expected what numpy.savez wrote") from error
+
+
 def load_csv(address: Address, place: str, split: Split, options: Options) -> Domain:
     """Read a table with a header: a column of texts, or all but the target as numbers."""
     path = _file(address, place, "csv:table.csv?target=label")
+    refuse_split(address, options)
+    csv.field_size_limit(_LONGEST)
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
             header = next(reader, [])
             rows = [row for row in reader if row]
@@ -108,11 +116,20 @@ def labels_of(columns: Sequence[Sequence[Any]], where: str) -> tuple[Tensor | No
     """
     if not columns:
         return None, None
+    for column in columns:
+        for number, value in enumerate(column, start=1):
+            if value is None or value == "":
+                raise DataError(f"{where}: sample {number} has no label. Leave it out, or give it one")
     if len(columns) > 1:
         return torch.stack([_numbers(column, where) for column in columns], dim=1), None
     (column,) = columns
+    if isinstance(column[0], Sequence) and not isinstance(column[0], str):
+        return _several(column, where), None
     if all(isinstance(value, int) or (isinstance(value, str) and value.strip().isdecimal()) for value in column):
-        return torch.tensor([int(value) for value in column]), None
+        whole = [int(value) for value in column]
+        if max(map(abs, whole)) >= 1 << 63:
+            raise DataError(f"{where}: {max(whole, key=abs)} is larger than any class")
+        return torch.tensor(whole), None
     try:
         return _numbers(column, where), None
     except DataError:
@@ -121,13 +138,21 @@ def labels_of(columns: Sequence[Sequence[Any]], where: str) -> tuple[Tensor | No
         return torch.tensor([numbers[str(value)] for value in column]), tuple(names)
 
 
+def _several(column: Sequence[Any], where: str) -> Tensor:
+    """Make labels of a column of lists, all as long."""
+    lengths = {len(value) if isinstance(value, Sequence) else 1 for value in column}
+    if len(lengths) > 1:
+        raise DataError(f"{where}: its lists are of different lengths, {', '.join(map(str, sorted(lengths)))}")
+    return torch.stack([_numbers(part, where) for part in zip(*column, strict=True)], dim=1)
+
+
 def _numbers(column: Sequence[Any], where: str) -> Tensor:
     found = []
-    for row, value in enumerate(column, start=2):
+    for number, value in enumerate(column, start=1):
         try:
             found.append(float(value))
         except (TypeError, ValueError):
-            raise DataError(f"{where}, row {row}: {str(value)[:50]!r} is not a number") from None
+            raise DataError(f"{where}, sample {number}: {str(value)[:50]!r} is not a number") from None
     return torch.tensor(found)
 
 
@@ -136,8 +161,8 @@ def _tensor(array: Any, where: str) -> Tensor:
         raise DataError(f"{where} is {array.dtype} of shape {array.shape}; expected numbers, samples first")
     if array.dtype.kind in "ui" and array.dtype.itemsize > 1:
         array = array.astype(np.int64)
-    if array.dtype == np.float64:
-        array = array.astype(np.float32)
+    if array.dtype.kind == "f":  # of any width and byte order
+        array = array.astype(np.float16 if array.dtype.itemsize == 2 else np.float32)
     return torch.from_numpy(np.array(array))
 
 

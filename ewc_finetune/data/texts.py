@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,12 @@ class Texts(Dataset[Any]):
         return len(self.texts)
 
     def __getitem__(self, index: int) -> tuple[str, Tensor | None]:
-        return self.texts[index], None if self.labels is None else self.labels[index]
+        return _text(self.texts[index], index), None if self.labels is None else self.labels[index]
+
+    def subset(self, indices: Sequence[int]) -> Texts:
+        """Return some of them, in this order."""
+        labels = None if self.labels is None else self.labels[torch.as_tensor(indices, dtype=torch.long)]
+        return replace(self, texts=[self.texts[index] for index in indices], labels=labels)
 
 
 @dataclass
@@ -55,7 +60,7 @@ class TextStream(IterableDataset[Any]):
         for number, row in enumerate(self.rows):
             if number == self.limit:
                 return
-            yield str(row[self.text]), None if self.target is None else torch.as_tensor(row[self.target])
+            yield _text(row[self.text], number), None if self.target is None else torch.as_tensor(row[self.target])
 
 
 @dataclass(frozen=True)
@@ -79,13 +84,20 @@ class Generated(Dataset[Any]):
         raise DataError("generated samples are made by a causal language model of transformers alone")
 
 
+def _text(value: object, index: int) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"sample {index} is a {type(value).__name__} where a text should be: {value!r:.50}")
+    return value
+
+
 def load_text(address: Address, place: str, split: Split, options: Options) -> Domain:
     """Read a file of texts without labels, one to a line; empty lines are none."""
     if not place:
         raise UsageError(f"{address}: name the file, as in text:corpus.txt")
+    refuse_split(address, options)
     path = Path(place).expanduser()
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error}"
         raise DataError(f"{path}, which {address} names, cannot be read ({reason})") from error
@@ -93,6 +105,16 @@ def load_text(address: Address, place: str, split: Split, options: Options) -> D
     if not found:
         raise DataError(f"{path} has no texts; expected one to a line")
     return Domain(str(address), Texts(found, None, options.length, options.pack))
+
+
+def refuse_split(address: Address, options: Options) -> None:
+    """Refuse a split of what has none.
+
+    Raises:
+        UsageError: saying so.
+    """
+    if options.split is not None:
+        raise UsageError(f"{address}: one file has no splits to choose from; name the file of the other split")
 
 
 def load_generated(address: Address, place: str, split: Split, options: Options) -> Domain:
