@@ -59,13 +59,14 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     Raises:
         StorageError: see `atomic_write`.
     """
+    path = path.resolve()  # of a link to a folder, it is the folder that is replaced
     temporary, old = _hidden(path, "tmp"), _hidden(path, "old")
     try:
         with storage_errors(path):
             temporary.mkdir()
         yield temporary
         with storage_errors(path):
-            for file in temporary.iterdir():
+            for file in (part for part in temporary.rglob("*") if part.is_file()):
                 with file.open("rb") as written:
                     os.fsync(written.fileno())
             try:
@@ -160,6 +161,8 @@ def check_output(path: Path, overwrite: bool, inputs: Iterable[object] = (), *, 
             raise StorageError(f"the output {path} is one of the inputs; it would be lost. Choose another path")
         if folder and path.resolve() in source.parents:
             raise StorageError(f"{source} lies in the output {path}; it would be lost. Choose another path")
+    if folder and path.is_symlink() and not path.exists():
+        raise StorageError(f"cannot write {path}: it is a link to what is not there. Choose another path")
     if folder and path.exists() and not (path / "config.json").is_file():
         raise StorageError(f"cannot write {path}: it is there and is no model folder. Choose another path")
     if not folder and path.is_dir():

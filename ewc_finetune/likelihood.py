@@ -112,6 +112,10 @@ class Likelihood(ABC):
         """
         return self.counted(self._factors(wide(outputs.detach()), targets, estimator, generator, draws), targets)
 
+    def draw(self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator) -> Tensor:
+        """Draw targets where the known ones say that there are any; see `sample`."""
+        return self.sample(outputs, generator)
+
     def counted(self, factors: Factors, targets: Tensor | None) -> Factors:
         """Return the vectors without what the targets say does not count."""
         return factors
@@ -124,7 +128,8 @@ class Likelihood(ABC):
         if estimator == "sampled":
             # For each sample all of its draws, one sample after the other.
             repeated = outputs.repeat_interleave(draws, dim=0)
-            drawn = self.score(repeated, self.sample(repeated, generator)) / math.sqrt(draws)
+            known = None if targets is None else targets.repeat_interleave(draws, dim=0)
+            drawn = self.score(repeated, self.draw(repeated, known, generator)) / math.sqrt(draws)
             drawn = torch.unflatten(drawn, 0, (len(outputs), draws))
             return Factors(draws, lambda m: drawn[:, m], lambda: drawn.square().sum(dim=1))
         if estimator == "predicted":
@@ -226,6 +231,14 @@ class PerToken(Categorical):
                 f"likelihood needs integers of shape (batch, {output_shape[0]}), one for each token"
             )
         _check_classes(targets[targets != IGNORED], output_shape[-1], where)
+
+    def draw(self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator) -> Tensor:
+        """See `Likelihood`: what fills up a batch takes no random numbers, so that its size does not matter."""
+        if targets is None:
+            return self.sample(outputs, generator)
+        drawn = targets.clone()
+        drawn[targets != IGNORED] = self.sample(outputs[targets != IGNORED], generator)
+        return drawn
 
     def counted(self, factors: Factors, targets: Tensor | None) -> Factors:
         """See `Likelihood`: of a token that is ignored there is nothing."""

@@ -20,13 +20,14 @@ def state_of(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("curvature", ["diagonal", "kfac"])
+@pytest.mark.parametrize("curvature", ["diagonal", "kfac", "identity"])
 def test_consolidation(tmp_path, curvature):
     model = trained(Small(), torch.float32)
     before, state = state_of(model), torch.get_rng_state()
     options = {"curvature": curvature, "batch_size": 10, "output": tmp_path / "a.safetensors"}
-    found = ewc.dry_run(ewc.consolidate, model, data(), samples=35, **options)
-    assert found.work == {"samples": 35}
+    samples = {} if curvature == "identity" else {"samples": 35}
+    found = ewc.dry_run(ewc.consolidate, model, data(), **samples, **options)
+    assert found.work == {"samples": samples.get("samples", 0)}
     assert found.files == (tmp_path / "a.safetensors",)
     assert found.seconds > 0
     assert found.memory["host"] > 50e6
@@ -42,6 +43,15 @@ def test_finetuning(tmp_path, norm_stats):
     model = trained(Small(), torch.float32)
     anchor = ewc.consolidate(model, data())
     before = state_of(model)
+    gradients = [torch.ones_like(p) for p in model.parameters()]
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    model.norm.register_buffer("seen", torch.zeros(6), persistent=False)
+
+    def see(norm, _, output):
+        norm.seen += output.detach().mean(0)
+
+    hook = model.norm.register_forward_hook(see)
     options = {"anchors": anchor, "lr": 0.1, "batch_size": 10, "norm_stats": norm_stats, "eval_on": [data()]}
     found = ewc.dry_run(ewc.finetune, model, data(), epochs=5, output=tmp_path / "m.pt", **options)
     assert found.work == {"steps": 20}
@@ -49,8 +59,12 @@ def test_finetuning(tmp_path, norm_stats):
     assert found.seconds > 0
     assert not list(tmp_path.iterdir())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
+    assert torch.equal(model.norm.seen, torch.zeros(6))
     assert not model.training
+    hook.remove()
+    for parameter in model.parameters():
+        parameter.grad = None
     untouched = trained(Small(), torch.float32)
     for one in (model, untouched):
         ewc.finetune(one, data(), epochs=1, **options)

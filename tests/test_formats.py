@@ -655,3 +655,77 @@ def test_an_older_pickle_whose_storage_claims_to_be_larger_than_it_is(tmp_path, 
     with pytest.raises(CheckpointError, match="wrong byte size|can't allocate memory"):
         load_checkpoint(tmp_path / "m.pt")
     assert host_peak() - before < 100e6
+
+
+class Blur(nn.Module):
+    """Has a buffer that is not saved, of what a parameter was set to."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Linear(4, 3)
+        nn.init.constant_(self.conv.weight, 0.25)
+        self.register_buffer("kernel", self.conv.weight.detach().clone(), persistent=False)
+
+    def forward(self, x):
+        return self.conv(x) + x @ self.kernel.T
+
+
+def test_what_a_constructor_sets_is_set(tmp_path):
+    model = Blur()
+    nn.init.normal_(model.conv.weight)
+    torch.save(model.state_dict(), tmp_path / "m.pt")
+    opened = open_model(tmp_path / "m.pt", "test_formats:Blur").model
+    assert torch.equal(opened(torch.ones(2, 4)), model(torch.ones(2, 4)))
+
+
+def lazy():
+    return nn.Sequential(nn.LazyLinear(3))
+
+
+def test_layers_without_a_shape(tmp_path):
+    torch.save(nn.Sequential(nn.Linear(4, 3)).state_dict(), tmp_path / "m.pt")
+    with pytest.raises(ArchitectureError, match=r"0.weight of test_formats:lazy has no shape before its first batch"):
+        open_model(tmp_path / "m.pt", "test_formats:lazy")
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_what_is_frozen_in_the_file_stays_frozen(tmp_path, kind):
+    save, file, read = FORMATS[kind]
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)) if kind != "scripted" else small()
+    first = next(name for name, _ in model.named_parameters())
+    model.get_parameter(first).requires_grad_(False)
+    data = TensorDataset(torch.randn(6, 4), torch.arange(6) % 3)
+    with quiet():
+        if kind == "exported":
+            batch = torch.export.Dim("batch", min=1, max=64)
+            torch.export.save(
+                torch.export.export(model, (torch.randn(2, 4),), dynamic_shapes=({0: batch},)), tmp_path / file
+            )
+        elif kind == "traced":
+            torch.jit.save(torch.jit.trace(model, torch.randn(2, 4)), tmp_path / file)
+        else:
+            save(model, tmp_path / file)
+    anchor = ewc.consolidate(tmp_path / file, data, trust_pickle=True)
+    assert anchor.provenance.excluded == {first: "frozen (requires_grad is false)"}
+    folder = tmp_path / "out"
+    folder.mkdir()
+    ewc.finetune(tmp_path / file, data, trust_pickle=True, lr=0.1, output=folder / file, eval_on=[])
+    written = dict(read(folder / file, model).named_parameters())
+    assert torch.equal(written[first], model.get_parameter(first))
+
+
+def test_an_index_that_is_damaged_or_does_not_name_all(tmp_path):
+    save_sharded(small(), tmp_path / "m.safetensors.index.json")
+    shard = tmp_path / "m-00001-of-00002.safetensors"
+    safetensors.torch.save_file({**safetensors.torch.load_file(shard), "extra": torch.ones(2)}, shard)
+    data = TensorDataset(torch.randn(6, 4), torch.arange(6) % 3)
+    out = tmp_path / "out"
+    out.mkdir()
+    options = {"architecture": "conftest:Small", "epochs": 0, "eval_on": []}
+    ewc.finetune(tmp_path / "m.safetensors.index.json", data, output=out / "m.safetensors.index.json", **options)
+    assert safetensors.torch.load_file(out / shard.name)["extra"].tolist() == [1, 1]
+    index = json.loads((tmp_path / "m.safetensors.index.json").read_text())
+    index["weight_map"]["first.weight"] = ["a", "b"]
+    (tmp_path / "m.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="its weight_map should name a file for each tensor"):
+        load_checkpoint(tmp_path / "m.safetensors.index.json")

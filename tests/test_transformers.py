@@ -319,6 +319,16 @@ def test_folders_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     ewc.finetune(folder, data, output=tmp_path / "out", overwrite=True, **options)
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    ewc.finetune(folder, data, output=tmp_path / "link", overwrite=True, **options)
+    assert (tmp_path / "link").is_symlink()
+    (tmp_path / "out" / ".git").mkdir()
+    (tmp_path / "out" / ".git" / "HEAD").write_text("main")
+    with pytest.raises(StorageError, match=r"\.git/HEAD in it is no part of this model, and would be lost"):
+        ewc.finetune(folder, data, output=tmp_path / "out", overwrite=True, **options)
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    with pytest.raises(StorageError, match="is a link to what is not there"):
+        ewc.finetune(folder, data, output=tmp_path / "nowhere", overwrite=True, **options)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
     with pytest.raises(StorageError, match="is there and is no model folder"):
@@ -393,9 +403,10 @@ def test_a_masked_model_guesses_what_was_masked(tmp_path):
 def test_padding_has_no_part_in_the_fisher(tmp_path):
     """Whatever a text shares its batch with; the same texts have one fingerprint however they are batched."""
     folder, data = saved(llama(), tmp_path / "m"), corpus(tmp_path / "c.txt")
-    alone, together = (ewc.consolidate(folder, data, batch_size=size, estimator="empirical") for size in (1, 12))
-    for name, value in alone.fisher.items():
-        torch.testing.assert_close(together.fisher[name], value, rtol=1e-3, atol=1e-3 * float(value.max()))
+    for estimator in ("sampled", "empirical"):
+        alone, together = (ewc.consolidate(folder, data, batch_size=size, estimator=estimator) for size in (1, 12))
+        for name, value in alone.fisher.items():
+            torch.testing.assert_close(together.fisher[name], value, rtol=1e-3, atol=1e-3 * float(value.max()))
     assert alone.provenance.data["fingerprint"] == together.provenance.data["fingerprint"]
     # By hand, a text at a time.
     model, total = llama(), {}
@@ -419,6 +430,10 @@ def test_tokens_that_do_not_count_have_no_part_in_any_estimator(estimator):
     assert not vectors[:, targets == IGNORED].any()
     assert vectors[:, targets != IGNORED].any(dim=-1).any(dim=0).all()
     torch.testing.assert_close(factors.squares(), vectors.square().sum(dim=0))
+    if estimator == "sampled":  # what does not count takes no random numbers
+        alone = PerToken().factors(outputs[:, :2], targets[:, :2], estimator, torch.Generator().manual_seed(0))
+        assert torch.equal(alone.stack(slice(None))[:, 0], vectors[:, 0, :2])
+        return
     whole = PerToken().factors(outputs, targets.clamp(min=0), estimator, torch.Generator().manual_seed(0))
     assert torch.equal(whole.stack(slice(None))[:, targets != IGNORED], vectors[:, targets != IGNORED])
 
@@ -674,3 +689,34 @@ def test_code_of_a_folder_is_not_even_asked_for(tmp_path, monkeypatch):
     with pytest.raises(ArchitectureError, match="as code, which is not run"):
         ewc.consolidate(folder, data)
     assert not (tmp_path / "exploded").exists()
+
+
+def test_folders_within_travel_along(tmp_path):
+    folder = saved(bert(), tmp_path / "m")
+    for name in ("1_Pooling/config.json", "checkpoint-5/config.json", ".git/HEAD", "onnx/model.onnx"):
+        (folder / name).parent.mkdir()
+        (folder / name).write_text("{}")
+    ewc.finetune(folder, reviews(tmp_path / "r.jsonl"), epochs=0, output=tmp_path / "out", eval_on=[])
+    assert [path.name for path in sorted((tmp_path / "out").iterdir()) if path.is_dir()] == ["1_Pooling"]
+
+
+def test_weights_that_are_put_together_and_do_not_fit(tmp_path):
+    """Experts lie apart in the file: what differs is told by the names there."""
+    config = transformers.MixtralConfig(**SMALL, num_key_value_heads=1, num_local_experts=2)
+    torch.manual_seed(0)
+    folder = saved(transformers.MixtralForCausalLM(config).eval(), tmp_path / "m")
+    data = corpus(tmp_path / "c.txt")
+    done = ewc.finetune(folder, data, epochs=1, output=tmp_path / "out", eval_on=[])
+    again = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(logits(again, KINDS["llama"][2]), logits(done.model, KINDS["llama"][2]))
+    state = safetensors.torch.load_file(folder / "model.safetensors")
+    experts = [name for name in state if "experts.0" in name]
+    for name in experts[:2]:
+        state[name] = state[name][:-1]
+    safetensors.torch.save_file(state, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ArchitectureError, match=r"experts.0.* has shape .*; .*experts.0.* has shape"):
+        open_model(folder)
+    state = {name: t.to(torch.float8_e4m3fn) if name in experts else t for name, t in state.items()}
+    safetensors.torch.save_file(state, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="is torch.float8_e4m3fn; quantized weights cannot be trained"):
+        open_model(folder)

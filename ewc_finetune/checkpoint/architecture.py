@@ -65,7 +65,7 @@ def build(text: str, *, trusted: bool) -> nn.Module:
 
 
 class uninitialised(TorchFunctionMode):  # noqa: N801 - a context, used as one
-    """Leave the parameters of models that are built inside as they come: weights from a file take their place.
+    """Leave out the random numbers in models that are built inside: weights from a file take their place.
 
     Memory that nothing writes to is none, so that a model costs its own dtype's and not float32's on the way.
     """
@@ -76,11 +76,10 @@ class uninitialised(TorchFunctionMode):  # noqa: N801 - a context, used as one
         return func(*args, **(kwargs or {}))
 
 
+# At random: a model that was loaded cannot depend on what they gave, as it may on what a constructor computed.
 _FILLING = {
-    *(getattr(torch.Tensor, name) for name in ("uniform_", "normal_", "fill_", "zero_", "copy_")),
-    *(getattr(torch.Tensor, name) for name in ("mul_", "add_", "clamp_", "erfinv_")),
-    *(nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.kaiming_uniform_, nn.init.kaiming_normal_),
-    *(nn.init.trunc_normal_, nn.init.xavier_uniform_, nn.init.xavier_normal_, nn.init.ones_, nn.init.zeros_),
+    *(torch.Tensor.uniform_, torch.Tensor.normal_, nn.init.uniform_, nn.init.normal_, nn.init.trunc_normal_),
+    *(nn.init.kaiming_uniform_, nn.init.kaiming_normal_, nn.init.xavier_uniform_, nn.init.xavier_normal_),
 }
 
 

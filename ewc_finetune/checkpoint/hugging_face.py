@@ -8,12 +8,13 @@ they were. Nothing in a folder is run: models that bring code of their own are r
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import re
 import shutil
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +29,7 @@ from ewc_finetune.checkpoint.checkpoint import Checkpoint, Record, cpu_state
 from ewc_finetune.checkpoint.weights import Weights
 from ewc_finetune.choices import LikelihoodName
 from ewc_finetune.devices import random_state_kept
-from ewc_finetune.errors import ArchitectureError, CheckpointError
+from ewc_finetune.errors import ArchitectureError, CheckpointError, StorageError
 from ewc_finetune.files import atomic_folder, storage_errors
 from ewc_finetune.purpose import Purpose, Task
 
@@ -39,6 +40,9 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.
 _STALE = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|onnx|onnx_data|gguf|ot|tflite)|.*\.index\.json|trainer_state\.json"
 )
+_EIGHT_BITS = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+# Folders within a folder that are no part of the model.
+_APART = re.compile(r"checkpoint-\d+|runs|onnx|\..*|__pycache__")
 _TASKS: tuple[tuple[Task, str], ...] = (
     ("text classification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"),
     ("image classification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
@@ -117,6 +121,12 @@ class HuggingFace(Checkpoint):
     def _load(self, kind: Any) -> Any:
         """Have transformers load the weights, in the widest dtype that they have."""
         floating = [tensor.dtype for tensor in self.state.values() if tensor.is_floating_point()]
+        narrow = next((name for name, tensor in self.state.items() if tensor.dtype in _EIGHT_BITS), None)
+        if narrow is not None:
+            raise CheckpointError(
+                f"{self.label}: {narrow} is {self.state[narrow].dtype}; quantized weights cannot be trained. Use the "
+                "model from before quantization"
+            )
         widest = functools.reduce(torch.promote_types, floating, floating[0]) if floating else torch.float32
         try:
             with random_state_kept(torch.device("cpu")), _quiet():
@@ -130,6 +140,7 @@ class HuggingFace(Checkpoint):
                     ignore_mismatched_sizes=True,
                 )
         except Exception as error:
+            self._refuse(kind, self._differences(kind))
             reason = str(error).strip().partition("\n")[0][:200]
             raise ArchitectureError(
                 f"{self.label}: transformers cannot load it as {kind.__name__} ({reason})"
@@ -138,13 +149,33 @@ class HuggingFace(Checkpoint):
             f"{name} has shape {tuple(own)} in the weights and {tuple(wanted)} in the config's model"
             for name, own, wanted in sorted(found["mismatched_keys"])
         ] + [f"{name} is in the config's model but not in the weights" for name in sorted(found["missing_keys"])]
+        self._refuse(kind, problems)
+        return model
+
+    def _differences(self, kind: Any) -> list[str]:
+        """List in what the weights differ from those of the config's model, by the names that files have."""
+        try:
+            with _quiet(), torch.device("meta"):
+                blank = kind(copy.deepcopy(self._config))
+                wanted = _names_of_file(blank, blank.state_dict())
+        except Exception:  # noqa: BLE001 - then it is not this that can be told
+            return []
+        differing = [
+            f"{name} has shape {tuple(self.state[name].shape)} in the weights and {tuple(tensor.shape)} in the "
+            "config's model"
+            for name, tensor in wanted.items()
+            if name in self.state and self.state[name].shape != tensor.shape
+        ]
+        missing = [name for name in wanted if name not in self.state and name not in (blank._tied_weights_keys or ())]
+        return differing + [f"{name} is in the config's model but not in the weights" for name in missing]
+
+    def _refuse(self, kind: Any, problems: Sequence[str]) -> None:
         if problems:
             more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
             raise ArchitectureError(
                 f"{self.label}: its weights are not those of {kind.__name__} as config.json describes it: "
                 f"{'; '.join(problems[:3])}{more}. Copy both from where the model came"
             )
-        return model
 
     def _check_names(self, model: nn.Module, text: str) -> None:
         """See that every weight has its place in the file, and say what else is there."""
@@ -173,15 +204,42 @@ class HuggingFace(Checkpoint):
     ) -> None:
         """See `Checkpoint`; tokenizer, processor and configs are copied as they are."""
         with atomic_folder(path) as temporary, storage_errors(path):
-            for source in sorted(self.folder.iterdir()):
-                if source.is_file() and not _STALE.fullmatch(source.name):
-                    shutil.copyfile(source, temporary / source.name)
+            for name in self._travelling():
+                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self.folder / name, temporary / name)
             state = _names_of_file(model, cpu_state(model, dtypes))
             own = {name: tensor.to(self.state[name].dtype) for name, tensor in state.items() if name in self.state}
             self._say_classes(temporary / "config.json", own, record)
             found = OrderedDict(own)
             found._metadata = OrderedDict()  # type: ignore[attr-defined]
             self.weights.save_state(temporary / self.file.name, found, record)
+
+    def check_folder(self, path: Path) -> None:
+        """Refuse to replace a folder that has anything in it but such a model, as it would be lost.
+
+        Raises:
+            StorageError: naming it.
+        """
+        mine = {*self._travelling(), *(file.relative_to(path) for file in self._weights_files(path))}
+        for found in sorted(path.rglob("*")) if path.is_dir() else ():
+            if not found.is_dir() and found.relative_to(path) not in mine:
+                raise StorageError(
+                    f"cannot replace {path}: {found.relative_to(path)} in it is no part of this model, and would be "
+                    "lost. Choose another path"
+                )
+
+    def _weights_files(self, path: Path) -> list[Path]:
+        return self.weights.outputs(path / self.file.name)
+
+    def _travelling(self) -> list[Path]:
+        """List what goes along: all but weights, and what a trainer or git keeps."""
+        return [
+            found.relative_to(self.folder)
+            for found in sorted(self.folder.rglob("*"))
+            if found.is_file()
+            and not _STALE.fullmatch(found.name)
+            and not any(_APART.fullmatch(part) for part in found.relative_to(self.folder).parts[:-1])
+        ]
 
     def _say_classes(self, file: Path, own: Mapping[str, Tensor], record: Record) -> None:
         """Let the config of a classifier that was given another head say how many outputs it has, and what they are."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,7 @@ class Pickled(Program):
     what = "a pickled module"
 
     def __init__(self, path: Path, module: nn.Module) -> None:
-        record = Record.read(getattr(module, _KEY, None), str(path))
-        frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
-        super().__init__(path, module, replace(record, frozen=frozen))
+        super().__init__(path, module, Record.read(getattr(module, _KEY, None), str(path)))
 
     def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
         """See `Checkpoint`."""

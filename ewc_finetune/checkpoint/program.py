@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -35,6 +36,10 @@ class Program(SingleFile):
     untrainable = ", so there is nothing to train in it"
 
     def __init__(self, path: Path, module: nn.Module, record: Record) -> None:
+        flags = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+        if any(flags.values()):  # without any they say nothing: such files come from under torch.no_grad
+            frozen = [name for name, trained in flags.items() if not trained]
+            record = replace(record, frozen=list(dict.fromkeys([*record.frozen, *frozen])))
         super().__init__(str(path), sha256(path), record)
         self.path = path
         self.module = module

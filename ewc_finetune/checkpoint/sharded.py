@@ -34,14 +34,19 @@ class Sharded(Weights):
     def __init__(self, path: Path) -> None:
         self._index: dict[str, Any] = json.loads(path.read_bytes())
         self._shards: list[tuple[str, dict[str, str]]] = []
+        self._others: dict[str, dict[str, Tensor]] = {}  # what the index does not name
         state: dict[str, Tensor] = {}
-        for name in dict.fromkeys(self._index["weight_map"].values()):
-            if not isinstance(name, str) or Path(name).name != name:
+        shards = self._index["weight_map"].values()
+        if not all(isinstance(name, str) for name in shards):
+            raise CheckpointError(f"{path} is damaged: its weight_map should name a file for each tensor")
+        for name in sorted(set(shards)):
+            if Path(name).name != name:
                 raise CheckpointError(f"{path} names a shard {name!r}, which is no file beside it")
             if not (path.parent / name).is_file():
                 raise CheckpointError(f"{path} names {name}, which is not beside it. Copy all of its files")
             tensors, metadata = read_safetensors(path.parent / name)
             self._shards.append((name, metadata))
+            self._others[name] = {n: t for n, t in tensors.items() if n not in self._index["weight_map"]}
             state |= tensors
         missing = [name for name in self._index["weight_map"] if name not in state]
         if missing:
@@ -69,8 +74,10 @@ class Sharded(Weights):
         names = {name: shard.name for (name, _), shard in zip(self._shards, shards, strict=True)}
         weight_map = {tensor: names[shard] for tensor, shard in self._index["weight_map"].items()}
         with atomic_writes([*shards, index]) as temporaries:
-            for number, ((_, metadata), shard) in enumerate(zip(self._shards, shards, strict=True)):
-                own = {name: found[name] for name, place in weight_map.items() if place == shard.name}
+            for number, ((before, metadata), shard) in enumerate(zip(self._shards, shards, strict=True)):
+                own = self._others[before] | {
+                    name: found[name] for name, place in weight_map.items() if place == shard.name
+                }
                 known = {RECORD: record.to_text()} if number == 0 else {}
                 with storage_errors(shard):
                     write_tensors(temporaries[number], shard, own, metadata | known)

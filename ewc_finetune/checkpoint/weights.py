@@ -118,6 +118,11 @@ def merged(state: Mapping[str, Tensor], prefix: str, trained: Mapping[str, Tenso
 def _fit(model: nn.Module, state: Mapping[str, Tensor], label: str, architecture: str) -> None:
     """Load the weights, each in the dtype it has in the checkpoint, or say what does not fit."""
     slots = dict(model.state_dict(keep_vars=True))
+    lazy = next((name for name, slot in slots.items() if nn.parameter.is_lazy(slot)), None)
+    if lazy is not None:
+        raise ArchitectureError(
+            f"{lazy} of {architecture} has no shape before its first batch; give it one (Linear for LazyLinear)"
+        )
     present = {id(slots[name]) for name in state if name in slots}
     problems = []
     for name, value in state.items():

@@ -14,7 +14,7 @@ from ewc_finetune.data.domain import Batch, Domain
 from ewc_finetune.devices import random_state_kept
 from ewc_finetune.errors import ArchitectureError, DataError
 from ewc_finetune.inputs import Inputs, call, each
-from ewc_finetune.modes import evaluating
+from ewc_finetune.modes import evaluating, unchanged
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def find_layout(
         layouts = [Layout((), False, False, {key: tuple(tensor.shape[1:]) for key, tensor in sample.items()})]
     for layout in layouts:
         try:
-            with evaluating(model), torch.no_grad(), random_state_kept(device):
+            with evaluating(model), unchanged(model), torch.no_grad(), random_state_kept(device):
                 outputs = call(model, layout.present(sample, dtype))
         except Exception as error:  # noqa: BLE001 - a model may raise anything for an input it can't take
             _refuse_batch_statistics(model, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -161,31 +162,34 @@ def consolidate(
         progress.note(f"{domain.name} comes in an order of its own, in which --samples auto takes it")
     fingerprint = Fingerprint()
     with on_device(opened.model, where), random_state_kept(where, seed):
+        start = time.perf_counter()
         domain = preprocessed(domain, opened.purpose, opened.model, opened.label)
+        prepared = time.perf_counter() - start
         chosen = _subset(domain, limit, seed)
         layout = prepare(opened.model, domain, rule, where, opened.record, progress)
         parameters = {n: p for n, p in opened.model.named_parameters() if n not in excluded}
+        take_fisher = partial(
+            compute_fisher,
+            opened.model,
+            likelihood=rule,
+            estimator=estimator,
+            kfac=kfac_form if curvature == "kfac" else None,
+            parameters=parameters,
+            draws=draws,
+            rules=rules,
+        )
+        if before_start is not None:
+            tried = [] if curvature == "identity" else first_batches(chosen, batch_size)
+            size = None if samples == "auto" else _count(domain, limit)
+
+            def run(batches: Iterable[Batch]) -> object:
+                return take_fisher(feed(batches, layout, opened.model, where))
+
+            place = None if output is None else Path(output)
+            before_start(estimate_consolidation(run, tried, batch_size, size, prepared, where, place))
         if curvature == "identity":
             found = _identity(parameters)
         else:
-            take_fisher = partial(
-                compute_fisher,
-                opened.model,
-                likelihood=rule,
-                estimator=estimator,
-                kfac=kfac_form if curvature == "kfac" else None,
-                parameters=parameters,
-                draws=draws,
-                rules=rules,
-            )
-            if before_start is not None:
-                tried, place = first_batches(chosen, batch_size), None if output is None else Path(output)
-
-                def run(batches: Iterable[Batch]) -> object:
-                    return take_fisher(feed(batches, layout, opened.model, where))
-
-                size = None if samples == "auto" else _count(domain, limit)
-                before_start(estimate_consolidation(run, tried, batch_size, size, where, place))
             with progress.bar("Fisher", _count(domain, limit), "sample") as bar:
                 found = take_fisher(
                     feed(_taken(chosen.batches(batch_size, order), limit, fingerprint), layout, opened.model, where),

@@ -96,30 +96,39 @@ def estimate_consolidation(
     batches: Sequence[Batch],
     batch_size: int,
     samples: int | None,
+    prepared: float,
     device: torch.device,
     output: Path | None,
 ) -> Estimate:
-    """Take the Fisher of the first batch, and of all these batches.
+    """Take the Fisher of the first batch, once to warm up, and of all these batches.
 
     Args:
         run: Takes it.
-        batches: The first ones.
+        batches: The first ones; none for a curvature that needs no data.
         batch_size: Samples to each.
         samples: How many there will be, if that is known.
+        prepared: The seconds that it took to get at the samples.
         device: Where the model is.
         output: The anchor, if it is to be written.
     """
+    files = () if output is None else (output,)
     with _memory(device) as memory:
-        start = time.perf_counter()
-        run(batches[:1])
-        first = time.perf_counter() - start
-        run(batches)
-        all_of_them = time.perf_counter() - start - first
-    # What is done once, looking at the model, is in both.
-    each = max(all_of_them - first, 0.0) / (len(batches) - 1) if len(batches) > 1 else first
+        if not batches:  # nothing is taken of the data
+            return Estimate({"samples": 0}, prepared, memory, files)
+        first = _timed(run, batches[:1])
+        again = _timed(run, batches[:1])
+        whole = _timed(run, batches) if len(batches) > 1 else again
+    # What is done once, looking at the model, is in each of them.
+    each = max(whole - again, 0.0) / (len(batches) - 1) if len(batches) > 1 else again
     total = None if samples is None else -(-samples // batch_size)
-    seconds = None if total is None else first + each * (total - 1)
-    return Estimate({"samples": samples}, seconds, memory, () if output is None else (output,))
+    seconds = None if total is None else prepared + first + each * (total - 1)
+    return Estimate({"samples": samples}, seconds, memory, files)
+
+
+def _timed(run: Callable[[Sequence[Batch]], object], batches: Sequence[Batch]) -> float:
+    start = time.perf_counter()
+    run(batches)
+    return time.perf_counter() - start
 
 
 def estimate_finetuning(
@@ -191,13 +200,20 @@ class _Clock:
 
 @contextmanager
 def _put_back(model: nn.Module) -> Iterator[None]:
-    state = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in model.state_dict().items()}
+    tensors = [*model.parameters(), *model.buffers()]
+    values = [tensor.detach().clone() for tensor in tensors]
+    gradients = [parameter.grad for parameter in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
+    for parameter in model.parameters():
+        parameter.grad = None
     try:
         yield
     finally:
-        model.load_state_dict(state)
-        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
         for module, training in modes:
             module.training = training
 

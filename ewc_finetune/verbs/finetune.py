@@ -246,7 +246,10 @@ def finetune(
                 (save_state_dict if start.checkpoint is None else start.checkpoint.save)(
                     output, start.model, job.record
                 )
-                draw_run(folder.path / "figure.png", journal.history, f"Fine-tuning on {domain.name}")
+                try:
+                    draw_run(folder.path / "figure.png", journal.history, f"Fine-tuning on {domain.name}")
+                except StorageError as error:  # the model is there, which is what counts
+                    progress.note(str(error))
                 folder.finish(steps=steps, before=[asdict(s) for s in before], after=[asdict(s) for s in after])
         except BaseException as error:
             journal.stop(error)
@@ -285,6 +288,8 @@ def _check_output(output: Path, start: Opened, overwrite: bool, inputs: Sequence
     kind = start.checkpoint or StateDict
     for path in written_as(start, output):
         check_output(path, overwrite, inputs, folder=kind.format == HuggingFace.format)
+    if isinstance(start.checkpoint, HuggingFace):
+        start.checkpoint.check_folder(output)
     check_ending(output, kind.format, kind.ending)
     folder = beside(output, ".run")
     check_run_folder(folder, overwrite)
