@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -53,8 +54,10 @@ def preprocessed(domain: Domain, purpose: Purpose | None, model: nn.Module, labe
             )
         return _of_texts(domain, kind, purpose, model)
     if purpose is not None and purpose.task == "image classification" and _is_image(domain):
-        if isinstance(kind, ImageFiles):
-            kind.alike = False  # the processor makes them so
+        if isinstance(kind, ImageFiles):  # the processor makes them alike
+            kind = copy.copy(kind)
+            kind.alike = False
+            domain = replace(domain, samples=kind)
         processor = _processor(purpose.folder)
         return replace(domain, collate=lambda samples: _images(processor, samples))
     return domain
