@@ -37,6 +37,24 @@ class Silent:
         return nullcontext(_SilentBar())
 
 
+class OnlyBars:
+    """Shows the bars of work within other work, and drops its remarks.
+
+    Args:
+        progress: Where they are shown.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def note(self, message: str) -> None:
+        """Drop the message."""
+
+    def bar(self, title: str, total: int | None, unit: str) -> AbstractContextManager[Bar]:
+        """See `Progress`."""
+        return self._progress.bar(title, total, unit)
+
+
 class _SilentBar:
     def advance(self, count: int, **figures: float | str) -> None:
         pass

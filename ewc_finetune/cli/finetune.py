@@ -10,6 +10,21 @@ from ewc_finetune.choices import HEADS, LIKELIHOODS, LINEAGES, NORM_STATS, OPTIM
 from ewc_finetune.cli.command import Command, common_options, dry_run_option, only_one, trust_option
 
 
+def _strength(text: str) -> float | str:
+    if text == "auto":
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is neither auto nor a number.") from None
+
+
+def _strengths(context: click.Context, parameter: click.Parameter, values: tuple[float | str, ...]) -> Any:
+    if "auto" in values and len(values) > 1:
+        raise click.BadParameter("auto stands for all anchors; give it alone")
+    return "auto" if values == ("auto",) else list(values) or None
+
+
 @click.command(cls=Command)
 @click.option(
     "--anchors",
@@ -29,10 +44,20 @@ from ewc_finetune.cli.command import Command, common_options, dry_run_option, on
 @click.option(
     "--lambda",
     "lambdas",
-    type=float,
+    type=_strength,
     multiple=True,
-    callback=lambda _, __, values: list(values) or None,
-    help="Strength of the penalty: once for all anchors, or once for each.  [default: 100; 10 for anchors of K-FAC]",
+    metavar="X|auto",
+    callback=_strengths,
+    help="Strength of the penalty: once for all anchors, or once for each; auto looks for the largest within "
+    "--tolerance, in five short runs.  [default: 100; 10 for anchors of K-FAC]",
+)
+@click.option(
+    "--tolerance",
+    type=float,
+    default=0.02,
+    show_default=True,
+    metavar="X",
+    help="Of --lambda auto: the share of plain fine-tuning's accuracy on the new domain that may be lost.",
 )
 @click.option(
     "--penalty-form",
@@ -147,6 +172,7 @@ def finetune(
             "run": str(done.run),
             "steps": done.steps,
             "norm_stats": done.norm_stats,
+            "lambda_search": None if done.search is None else done.search.to_json(),
             "before": [vars(score) for score in done.before],
             "after": [vars(score) for score in done.after],
         }

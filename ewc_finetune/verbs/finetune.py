@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -52,14 +53,15 @@ from ewc_finetune.likelihood import Likelihood, get_likelihood
 from ewc_finetune.modes import normalisation_layers
 from ewc_finetune.penalty import Penalty
 from ewc_finetune.precision import float32_weights
-from ewc_finetune.progress import Progress, Silent
+from ewc_finetune.progress import OnlyBars, Progress, Silent
 from ewc_finetune.provenance import Provenance
 from ewc_finetune.runs import RunFolder, check_run_folder
-from ewc_finetune.stack import spread_lambdas
+from ewc_finetune.stack import of_one_head, spread_lambdas
 from ewc_finetune.training import Schedule, train
 from ewc_finetune.verbs.dry_run import Estimate, estimate_finetuning
 from ewc_finetune.verbs.evaluate import Score
 from ewc_finetune.verbs.journal import Journal
+from ewc_finetune.verbs.lambda_search import DEFAULT_TOLERANCE, Search, search_lambda, split
 from ewc_finetune.verbs.setup import Setup, set_up
 
 DEFAULT_LAMBDA = {"diagonal": 100.0, "identity": 100.0, "kfac": 10.0}
@@ -74,6 +76,7 @@ class Finetuned:
         before: Score on every evaluated domain before the first step.
         after: The same after the last.
         history: The lines of `metrics.jsonl`.
+        search: How lambda was found, if it was looked for.
         steps: Optimizer steps taken.
         norm_stats: What was done with normalisation statistics.
         lineage: The anchors that have pulled on the model, for `consolidate`; a checkpoint file carries them itself.
@@ -86,6 +89,7 @@ class Finetuned:
     before: list[Score]
     after: list[Score]
     history: list[dict[str, Any]]
+    search: Search | None
     steps: int
     norm_stats: NormStats
     lineage: list[dict[str, Any]]
@@ -99,7 +103,8 @@ def finetune(
     data: Any,
     *,
     anchors: Anchor | str | Path | Sequence[Anchor | str | Path] = (),
-    lambdas: float | Sequence[float] | None = None,
+    lambdas: float | Sequence[float] | Literal["auto"] | None = None,
+    tolerance: float = DEFAULT_TOLERANCE,
     penalty_form: PenaltyForm = "gradient",
     lineage: Lineage = "all",
     head: Head = "shared",
@@ -133,7 +138,9 @@ def finetune(
         data: The new domain: a data spec (its train split unless it says), dataset or loader.
         anchors: Anchors or their files, oldest first.
         lambdas: Strength of the penalty, one for all or one for each anchor; unless given 10 for those of K-FAC and 100
-            for others.
+            for others. `auto` looks for the largest that costs the new domain no more than `tolerance`, in five runs of
+            half as many epochs, on samples that are held out of it; see `search_lambda`.
+        tolerance: Of `auto`: the share of the plain run's accuracy that may be lost.
         penalty_form: `gradient` adds the penalty's gradient to the loss's; `proximal` takes the exact implicit step of
             the penalty after each of the optimizer's, which is stable at any lambda.
         lineage: What an anchor pulls to that had a part in a later one: `all` to its own weights, `latest` to the later
@@ -178,6 +185,27 @@ def finetune(
     stacked = [item if isinstance(item, Anchor) else Anchor.open(item) for item in given]
     strengths = _strengths(lambdas, stacked)
     domain = resolve_domain(data, "train", data_dir)
+    search = None
+    if lambdas == "auto":
+        watched = _watched(eval_on, data, domain, stacked, data_dir, Silent(), head) if eval_on is not None else []
+        trial: dict[str, Any] = {
+            "penalty_form": penalty_form,
+            "lineage": lineage,
+            "head": head,
+            "architecture": architecture,
+            "trust_pickle": trust_pickle,
+            "epochs": max(1, -(-epochs // 2)),
+            "lr": lr,
+            "batch_size": batch_size,
+            "optimizer": optimizer,
+            "momentum": momentum,
+            "norm_stats": norm_stats,
+            "likelihood": likelihood,
+            "seed": seed,
+            "device": device,
+        }
+        search = _search(model, domain, watched, stacked, tolerance, trial, progress)
+        strengths = [search.strength * ratio for ratio in strengths]
     start, fresh = _start(model, architecture, trust_pickle, stacked, domain, seed)
     if output is not None:
         _check_output(output, start, overwrite, [model, *given])
@@ -218,6 +246,7 @@ def finetune(
                 "seed": seed,
                 "device": str(where),
                 "output": str(output),
+                "lambda_search": None if search is None else search.to_json(),
             }
             folder = RunFolder(beside(output, ".run"), overwrite, options)
         # Scoring keeps no activations, so twice the batch fits where training does.
@@ -259,6 +288,7 @@ def finetune(
         before=before,
         after=after,
         history=journal.history,
+        search=search,
         steps=steps,
         norm_stats=policy,
         lineage=job.record.lineage,
@@ -300,7 +330,48 @@ def _check_output(output: Path, start: Opened, overwrite: bool, inputs: Sequence
             raise StorageError(f"{source} lies in the run folder {folder} of this output. Choose another path")
 
 
-def _strengths(lambdas: float | Sequence[float] | None, anchors: Sequence[Anchor]) -> list[float]:
+def _search(
+    model: str | Path | nn.Module | None,
+    domain: Domain,
+    watched: Sequence[Domain],
+    anchors: Sequence[Anchor],
+    tolerance: float,
+    options: Mapping[str, Any],
+    progress: Progress,
+) -> Search:
+    """Look for lambda with short runs of `finetune`, each from the start; see `search_lambda`."""
+    if not anchors:
+        raise UsageError("--lambda auto looks for the strength of a penalty, and there is none without --anchors")
+    if not 0 < tolerance < 1:
+        raise UsageError(f"tolerance is {tolerance:g}; expected more than 0 and less than 1")
+    trained, held_out = split(domain, options["seed"])
+    ratios = _strengths("auto", anchors)
+    latest: list[Finetuned] = []
+
+    def run(strength: float | None) -> tuple[Score, Score, Sequence[Score]]:
+        done = finetune(
+            copy.deepcopy(model) if isinstance(model, nn.Module) else model,
+            trained,
+            anchors=anchors,
+            lambdas=[0.0 if strength is None else strength * ratio for ratio in ratios],
+            eval_on=[held_out, *watched],
+            progress=OnlyBars(progress),
+            **options,
+        )
+        latest[:] = [done]
+        return done.before[0], done.after[0], done.after[1:]
+
+    def distance() -> float:
+        (done,) = latest
+        return Penalty(done.model, of_one_head(anchors, done.head), ratios, "gradient", options["lineage"]).value()
+
+    return search_lambda(run, distance, tolerance, progress)
+
+
+def _strengths(lambdas: float | Sequence[float] | Literal["auto"] | None, anchors: Sequence[Anchor]) -> list[float]:
+    if lambdas == "auto":
+        least = min((DEFAULT_LAMBDA[anchor.provenance.curvature] for anchor in anchors), default=1.0)
+        return [DEFAULT_LAMBDA[anchor.provenance.curvature] / least for anchor in anchors]
     if lambdas is None:
         return [DEFAULT_LAMBDA[anchor.provenance.curvature] for anchor in anchors]
     # Without anchors a lambda does nothing, but a wrong one is still an error.
