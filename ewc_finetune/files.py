@@ -177,7 +177,18 @@ def check_output(path: Path, overwrite: bool, inputs: Iterable[object] = (), *, 
 
 def beside(path: Path, ending: str) -> Path:
     """Return the path beside a checkpoint or anchor that ends differently: `m.pt` to `m.run`, `v1.0` to `v1.0.run`."""
-    for known in (".safetensors.index.json", ".pt", ".pt2", ".pth", ".ckpt", ".bin", ".safetensors", ".onnx"):
+    for known in (
+        ".safetensors.index.json",
+        ".pt",
+        ".pt2",
+        ".pth",
+        ".ckpt",
+        ".bin",
+        ".torchscript",
+        ".ts",
+        ".safetensors",
+        ".onnx",
+    ):
         if path.name.endswith(known) and path.name != known:
             return path.with_name(path.name.removesuffix(known) + ending)
     return path.with_name(path.name + ending)

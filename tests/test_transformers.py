@@ -720,3 +720,17 @@ def test_weights_that_are_put_together_and_do_not_fit(tmp_path):
     safetensors.torch.save_file(state, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match="is torch.float8_e4m3fn; quantized weights cannot be trained"):
         open_model(folder)
+
+
+def test_images_for_a_model_of_texts(tmp_path):
+    data = pictures(tmp_path / "p")
+    with pytest.raises(DataError, match="has images, and .* is a text classification, which takes texts"):
+        ewc.consolidate(saved(bert(), tmp_path / "m"), data)
+    (tmp_path / "e.jsonl").write_text("")
+    with pytest.raises(DataError, match="e.jsonl, which .* names, is empty"):
+        load_domain(f"hf:{tmp_path / 'e.jsonl'}", "train")
+    (tmp_path / "r.csv").write_text("review,stars\ngood,3\n")
+    with pytest.raises(DataError, match=r"Name the column of texts \(text=COLUMN\) .* it has review, stars"):
+        load_domain(f"csv:{tmp_path / 'r.csv'}", "train")
+    with pytest.raises(UsageError, match=r"is a file; say of what kind it is: csv:/"):
+        load_domain(str(tmp_path / "r.csv"), "train")

@@ -41,13 +41,14 @@ def detect(path: Path) -> Format:
         if (path / "config.json").is_file():
             return "hugging face"
         raise CheckpointError(
-            f"{path} is a folder without a config.json; expected a checkpoint file, or a model folder of transformers"
+            f"{path} is a folder without a config.json; expected a checkpoint file (name the one in it), or a model "
+            "folder of transformers"
         )
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint at {path}. A model on the Hub is named hf:org/name")
     size = path.stat().st_size
     if size == 0:
-        raise CheckpointError(f"{path} is empty; expected a checkpoint, as torch.save writes it")
+        raise CheckpointError(f"{path} is empty; expected a checkpoint. Copy it again from where it came")
     with path.open("rb") as file:
         head = file.read(9)
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < size:

@@ -34,7 +34,7 @@ class FromAnchor(Weights, SingleFile):
         if source not in _WITHOUT_PROGRAM:
             raise AnchorError(
                 f"{anchor.label} comes from a checkpoint in the format {source}, whose program it does not have. Name "
-                f"the checkpoint too: --model {origin.get('file') or 'FILE'}"
+                f"the checkpoint too: --model {origin.get('file') or 'FILE'} (evaluate takes it in the anchor's place)"
             )
         self.format = StateDict.format if source == StateDict.format else SafetensorsFile.format
         self.ending = StateDict.ending if source == StateDict.format else SafetensorsFile.ending

@@ -24,8 +24,10 @@ def main() -> None:
     ewc-ft merge a.safetensors b.safetensors --output both.safetensors
     ewc-ft inspect both.safetensors
 
-    DATA is mnist, fmnist, kmnist, cifar10, digits or imagefolder:PATH, with options behind a question mark:
-    split=train|test, classes=0-4, limit=N, size=PIXELS, channels=1|3, rotate=DEGREES, permute=SEED, joined by &.
+    DATA is mnist, fmnist, kmnist, cifar10, digits, imagefolder:PATH, images:PATH, npz:FILE, csv:FILE, hf:DATASET,
+    text:FILE, generate:N or package.module:function, with options behind a question mark: split=train|test,
+    classes=0-4, limit=N, size=PIXELS, channels=1|3, rotate=DEGREES, permute=SEED, offset=N, active=0-4; of tables and
+    datasets text=COLUMN, target=COLUMN; of texts length=TOKENS, pack=TOKENS; joined by &.
     """  # noqa: D301 - click reads the \b
 
 

@@ -107,8 +107,9 @@ def consolidate(
     """Compute the Fisher of the checkpoint MODEL and save it, with the weights, as an anchor.
 
     The anchor stands in for the old data from then on. MODEL is a state dict (.pt, or in a trainer's file), safetensors
-    (one file, or the index of several), TorchScript or torch.export; no code in it is run. The data needs no labels,
-    but for the empirical and batched estimators.
+    (one file, or the index of several), a model folder of transformers or hf:ORG/NAME, TorchScript, torch.export, ONNX,
+    or with --trust-pickle a pickled module; no code in it is run otherwise. The data needs no labels, but for the
+    empirical and batched estimators.
     """
     from ewc_finetune.cli.printer import Printer, importance_table
     from ewc_finetune.verbs.consolidate import consolidate as run

@@ -69,7 +69,10 @@ class Domain:
         if self.classes is not None:
             return len(self.classes)
         if self.labels is None or not len(self.labels):
-            raise DataError(f"{self.name} doesn't say how many classes it has; build the model and pass it as a module")
+            raise DataError(
+                f"{self.name} has no labels that say how many classes there are. Name them (target=NAME of tables, "
+                "arrays and datasets), or build the model and pass it as a module"
+            )
         return int(self.labels.max()) + 1
 
     def count_batches(self, batch_size: int) -> int | None:

@@ -111,6 +111,8 @@ def _load(address: Address, place: str, options: Options) -> Mapping[str, Any]:
     path = Path(place).expanduser()
     settings: dict[str, Any] = {"streaming": options.stream, "name": options.config, "revision": options.revision}
     if path.is_file():
+        if not path.stat().st_size:
+            raise DataError(f"{path}, which {address} names, is empty")
         kind = _KINDS.get(path.suffix)
         if kind is None:
             raise UsageError(f"{address}: {path.suffix or 'no ending'} is none of {', '.join(_KINDS)}")

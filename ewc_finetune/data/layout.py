@@ -115,7 +115,9 @@ def find_layout(
     if wanted and list(wanted) != list(shape):
         raise DataError(f"{name}: samples have shape {_show(shape)}; the model takes {_show(wanted)}.{_advice(wanted)}")
     described = f"shape {_show(shape)}" if isinstance(sample, Tensor) else layouts[0].describe()
-    raise DataError(f"{name}: a sample of {described} does not go into the model ({'; '.join(refusals)})")
+    image = isinstance(sample, Tensor) and sample.ndim == 4
+    hint = ". To convert images, add channels=1|3 or size=PIXELS behind the data's question mark" if image else ""
+    raise DataError(f"{name}: a sample of {described} does not go into the model ({'; '.join(refusals)}){hint}")
 
 
 def _refuse_batch_statistics(model: nn.Module, error: Exception) -> None:

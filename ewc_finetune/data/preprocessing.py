@@ -60,6 +60,8 @@ def preprocessed(domain: Domain, purpose: Purpose | None, model: nn.Module, labe
             domain = replace(domain, samples=kind)
         processor = _processor(purpose.folder)
         return replace(domain, collate=lambda samples: _images(processor, samples))
+    if purpose is not None and purpose.task not in (None, "image classification") and _is_image(domain):
+        raise DataError(f"{domain.name} has images, and {label} is a {purpose.task}, which takes texts")
     return domain
 
 

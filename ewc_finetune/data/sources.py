@@ -52,6 +52,10 @@ def load_domain(spec: str, default_split: Split, data_dir: str | Path | None = N
     options = read_options(address)
     if kind not in _IN_MEMORY or colon:
         forms = [f"{name}:{'N' if name == 'generate' else 'PATH'}" for name in _PLACES]
+        if Path(spec).is_file():
+            ending = Path(spec).suffix.removeprefix(".")
+            near = {"csv": "csv", "npz": "npz", "txt": "text", "jsonl": "hf", "json": "hf", "parquet": "hf"}.get(ending)
+            raise UsageError(f"{spec} is a file; say of what kind it is: {near or 'text'}:{spec}")
         raise UsageError(f"{spec}: no data is called {kind!r}. {suggest(kind, [*_IN_MEMORY, *forms, _FUNCTION])}")
     split: Split = options.split or default_split
     folder = Path(data_dir or os.environ.get(ENVIRONMENT) or Path.home() / ".cache" / "ewc-finetune" / "data")

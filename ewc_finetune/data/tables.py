@@ -85,7 +85,13 @@ def load_csv(address: Address, place: str, split: Split, options: Options) -> Do
     features = [name for name in header if name not in targets]
     if not features:
         raise DataError(f"{path} has no column beside the target")
-    numbers = torch.stack([_numbers(columns[name], f"{path}: {name}") for name in features], dim=1)
+    try:
+        numbers = torch.stack([_numbers(columns[name], f"{path}: {name}") for name in features], dim=1)
+    except DataError as error:
+        raise DataError(
+            f"{error}. Name the column of texts (text=COLUMN) or of the target (target=COLUMN); it has "
+            f"{', '.join(header)}"
+        ) from error
     parts = (numbers,) if labels is None else (numbers, labels)
     return Domain(str(address), TensorDataset(*parts), classes, labels)
 
