@@ -734,3 +734,14 @@ def test_images_for_a_model_of_texts(tmp_path):
         load_domain(f"csv:{tmp_path / 'r.csv'}", "train")
     with pytest.raises(UsageError, match=r"is a file; say of what kind it is: csv:/"):
         load_domain(str(tmp_path / "r.csv"), "train")
+
+
+@pytest.mark.parametrize("form", ["expand", "reduce"])
+def test_padding_has_no_part_in_the_factors(tmp_path, form):
+    folder, data = saved(llama(), tmp_path / "m"), corpus(tmp_path / "c.txt")
+    options = {"curvature": "kfac", "kfac_rank": "full", "kfac_form": form, "estimator": "sampled"}
+    alone, together = (ewc.consolidate(folder, data, batch_size=size, **options) for size in (1, 12))
+    for layer, block in alone.blocks.items():
+        other = together.blocks[layer]
+        for one, two in ((block.input, other.input), (block.output, other.output)):
+            torch.testing.assert_close(one.matrix(), two.matrix(), rtol=1e-3, atol=1e-4 * float(one.matrix().max()))

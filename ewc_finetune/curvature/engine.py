@@ -138,8 +138,10 @@ class Engine:
             return outputs, factors_of(outputs), {}, []
         # What was not used before must be seen if it is used now.
         watched = {**ruled, **{name: self.parameters[name] for name in plan.unused}}
+        mask = None if isinstance(inputs, Tensor) else inputs.get("attention_mask")
         wanted = {
-            name: partial(BlockSums, layer, form=self.form, checked=checked) for name, layer in self.layers.items()
+            name: partial(BlockSums, layer, form=self.form, checked=checked, mask=mask)
+            for name, layer in self.layers.items()
         }
         with (
             differentiable(self.model, watched),

@@ -57,6 +57,8 @@ class BlockSums:
         use: Of its weight.
         form: What is done with several positions.
         checked: A sample of which the gradient itself is wanted too, to compare it.
+        mask: Which tokens of each sample are its own, not zero there, `(batch, tokens)`; a layer with as many positions
+            takes the mean of `a` over those alone.
 
     Attributes:
         input: Sum over the samples of `a a^T`, as the form has it; what is right of its diagonal is not all there.
@@ -65,11 +67,14 @@ class BlockSums:
         norms: Sum over the vectors of the checked sample's squared gradients by the weight, and by the bias.
     """
 
-    def __init__(self, layer: Layer, use: Factored, form: KfacForm, checked: int | None) -> None:
+    def __init__(
+        self, layer: Layer, use: Factored, form: KfacForm, checked: int | None, mask: Tensor | None = None
+    ) -> None:
         self.layer = layer
         self._use = use
         self._form = form
         self._checked = checked
+        self._mask = mask
         self.norms = [0.0, 0.0]
         self.input = torch.zeros(layer.inputs, layer.inputs, device=use.inputs.device)
         self.output = torch.zeros(layer.outputs, layer.outputs, device=use.inputs.device)
@@ -84,11 +89,16 @@ class BlockSums:
             a = self._use.input_vectors(samples)
             if self.layer.bias is not None:
                 a = torch.cat([a, a.new_ones(*a.shape[:2], 1)], dim=2)
-            positions = a.shape[1]
+            share = a.new_full((len(a), a.shape[1]), 1 / a.shape[1])
+            if self._mask is not None and self._mask.shape == (self._use.batch, a.shape[1]):
+                own = (self._mask[samples] != 0).to(a)
+                share = own / own.sum(dim=1, keepdim=True).clamp(min=1)
             if self._form == "reduce":
-                a, positions = a.mean(dim=1, keepdim=True), 1
-            self.input = _add_products(self.input, a.flatten(0, 1), 1 / positions)
-            norms.append(sum_by_sample(a.square()).div_(positions))
+                a = (a * share[..., None]).sum(dim=1, keepdim=True)
+            else:
+                a = a * share.sqrt()[..., None]
+            self.input = _add_products(self.input, a.flatten(0, 1))
+            norms.append(sum_by_sample(a.square()))
         return torch.cat(norms)
 
     def add(self, gradient: Tensor) -> None:
