@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from huggingface_hub.utils import filter_repo_objects
 from PIL import Image
 from test_formats import Bomb
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -29,6 +30,7 @@ from transformers import (
 from transformers.utils import logging
 
 import ewc_finetune as ewc
+from ewc_finetune.checkpoint.hugging_face import download
 from ewc_finetune.checkpoint.opening import open_model
 from ewc_finetune.data.preprocessing import preprocessed
 from ewc_finetune.data.sources import load_domain
@@ -745,3 +747,16 @@ def test_padding_has_no_part_in_the_factors(tmp_path, form):
         other = together.blocks[layer]
         for one, two in ((block.input, other.input), (block.output, other.output)):
             torch.testing.assert_close(one.matrix(), two.matrix(), rtol=1e-3, atol=1e-4 * float(one.matrix().max()))
+
+
+def test_what_is_downloaded(tmp_path, monkeypatch):
+    """Folders within travel along; weights of other kinds would be for nothing."""
+    names = ["config.json", "model.safetensors", "pytorch_model.bin", "tf_model.h5", "1_Pooling/config.json"]
+    names += ["onnx/model.onnx", "2_Dense/model.safetensors"]
+    asked = {}
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda *_, **__: names)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **found: asked.update(found) or str(tmp_path))
+    assert download("hf:org/name@v1") == tmp_path
+    kept = list(filter_repo_objects(names, ignore_patterns=asked["ignore_patterns"]))
+    assert kept == ["config.json", "model.safetensors", "1_Pooling/config.json"]
+    assert asked["revision"] == "v1"

@@ -317,7 +317,19 @@ def download(name: str) -> Path:
         names = huggingface_hub.list_repo_files(repository, revision=revision or None)
     except Exception:  # noqa: BLE001 - without a connection, what is in the cache will do
         names = []
-    stale = ["*.h5", "*.msgpack", "*.onnx*", "*.gguf", "*.ot", "*.tflite", "*.pt", "*.pth", "*/*"]
+    # What `save` would leave behind anyway; other folders travel along.
+    stale = [
+        "*.h5",
+        "*.msgpack",
+        "*.onnx*",
+        "*.gguf",
+        "*.ot",
+        "*.tflite",
+        "*.pt",
+        "*.pth",
+        "*/*.safetensors",
+        "*/*.bin",
+    ]
     try:
         folder = huggingface_hub.snapshot_download(
             repository,
