@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
+from ewc_finetune.data.domain import as_domain
 from ewc_finetune.errors import UsageError
 from ewc_finetune.progress import Silent
 from ewc_finetune.verbs.evaluate import Score
@@ -91,14 +92,14 @@ def blobs(seed, samples=200, shift=0.0):
 
 
 def test_what_is_chosen_by_is_not_trained_on():
-    domain = ewc.data.domain.as_domain(blobs(0))
+    domain = as_domain(blobs(0))
     train, held = split(domain, 0)
     rows = {row.numpy().tobytes() for row in train.samples.tensors[0]}
     assert (train.size, held.size) == (180, 20)
     assert not any(row.numpy().tobytes() in rows for row in held.samples.tensors[0])
     for data in ([(torch.ones(2, 4), torch.arange(2))], TensorDataset(torch.ones(9, 4), torch.arange(9))):
         with pytest.raises(UsageError, match="none can be held out to choose a lambda by"):
-            split(ewc.data.domain.as_domain(data), 0)
+            split(as_domain(data), 0)
 
 
 def test_finetune_with_the_lambda_it_finds(tmp_path):

@@ -32,10 +32,12 @@ from transformers.utils import logging
 import ewc_finetune as ewc
 from ewc_finetune.checkpoint.hugging_face import download
 from ewc_finetune.checkpoint.opening import open_model
+from ewc_finetune.data.domain import as_domain
 from ewc_finetune.data.preprocessing import preprocessed
 from ewc_finetune.data.sources import load_domain
 from ewc_finetune.errors import AnchorError, ArchitectureError, CheckpointError, DataError, StorageError, UsageError
 from ewc_finetune.likelihood import IGNORED, PerToken
+from ewc_finetune.verbs.consolidate import default_output
 
 WORDS = ["[PAD]", "[UNK]", "[MASK]", "[BOS]", "[EOS]", *(f"w{n}" for n in range(45))]
 SMALL = {
@@ -354,7 +356,7 @@ def test_a_model_on_the_hub(tmp_path, monkeypatch):
     assert (opened.file, opened.label) == ("hf:org/name", "hf:org/name")
     data = reviews(tmp_path / "r.jsonl")
     monkeypatch.chdir(tmp_path)
-    assert str(ewc.verbs.consolidate.default_output("hf:org/name@v1")) == "name.anchor.safetensors"
+    assert str(default_output("hf:org/name@v1")) == "name.anchor.safetensors"
     ewc.finetune("hf:org/name", data, epochs=0, output=tmp_path / "out", eval_on=[])
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
@@ -495,7 +497,7 @@ def test_images_of_any_size_go_through_the_processor(tmp_path):
     torch.testing.assert_close(inputs[7], processor(picture, return_tensors="pt")["pixel_values"][0])
     # Numbers that are no bytes are somebody's inputs already.
     opened = open_model(folder)
-    own = ewc.data.domain.as_domain(TensorDataset(torch.randn(2, 3, 16, 16), torch.tensor([0, 1])))
+    own = as_domain(TensorDataset(torch.randn(2, 3, 16, 16), torch.tensor([0, 1])))
     assert preprocessed(own, opened.purpose, opened.model, "m") is own
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(DataError, match="has no image processor"):
