@@ -48,6 +48,16 @@ KFAC_DTYPES: tuple[KfacDtype, ...] = get_args(KfacDtype)
 NormStats = Literal["frozen", "update"]
 NORM_STATS: tuple[NormStats, ...] = get_args(NormStats)
 
+Decay = Literal["constant", "cosine", "linear"]
+DECAYS: tuple[Decay, ...] = get_args(Decay)
+
+Amp = Literal["bf16", "fp16"]
+AMPS: tuple[Amp, ...] = get_args(Amp)
+
+# Which state a run ends with.
+Keep = Literal["last", "best"]
+KEEPS: tuple[Keep, ...] = get_args(Keep)
+
 DeviceName = Literal["auto", "cpu", "cuda", "mps"]
 DEVICES: tuple[DeviceName, ...] = get_args(DeviceName)
 

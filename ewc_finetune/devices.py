@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -52,6 +52,25 @@ def random_state_kept(device: torch.device, seed: int | None = None) -> Iterator
             elif device.type == "mps":
                 torch.mps.manual_seed(seed)
         yield
+
+
+def random_state(device: torch.device) -> list[torch.Tensor]:
+    """Return the state of torch's generators on the CPU and, if it is another, on the device."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    elif device.type == "mps":
+        states.append(torch.mps.get_rng_state())
+    return states
+
+
+def set_random_state(states: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Put torch's generators into a state that `random_state` gave."""
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
+    elif device.type == "mps":
+        torch.mps.set_rng_state(states[1])
 
 
 def out_of_memory(error: BaseException) -> bool:

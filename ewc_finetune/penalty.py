@@ -196,6 +196,18 @@ class Penalty:
         singly = sum(held.value() for held in self._held.values())
         return self._constant + singly + sum(layer.value() for layer in self._layers)
 
+    def parts(self) -> dict[str, tuple[float, float]]:
+        """Return the penalty and the trace of `lambda F` by parameter, those of a K-FAC block under its weight."""
+        singly = {
+            name: (held.value(), held.curvature.sum(dtype=_wide(held.curvature)).item())
+            for name, held in self._held.items()
+        }
+        blocks = {
+            layer.blocks[0].weight: (layer.value(), sum(block.trace for block in layer.blocks))
+            for layer in self._layers
+        }
+        return singly | blocks
+
     def largest_curvature(self) -> tuple[str, float]:
         """Return the largest `lambda F` and the parameter that has it.
 
@@ -282,9 +294,14 @@ class _Held:
         total = 0.0
         for theta, curvature, centre in self.pieces():
             difference = theta.to(centre.dtype) - centre
-            wide = centre.dtype if centre.device.type == "mps" else torch.float64
+            wide = _wide(centre)
             total += 0.5 * (curvature.to(wide) * difference.to(wide).square_()).sum().item()
         return total
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """Return the widest dtype that sums may be taken in where this tensor is."""
+    return tensor.dtype if tensor.device.type == "mps" else torch.float64
 
 
 @torch.no_grad()

@@ -22,6 +22,9 @@ class Progress(Protocol):
     def note(self, message: str) -> None:
         """Say one thing that the user should know: an assumption, a choice, a warning."""
 
+    def detail(self, message: str) -> None:
+        """Say a thing that only those want to know who ask for everything."""
+
     def bar(self, title: str, total: int | None, unit: str) -> AbstractContextManager[Bar]:
         """Open a bar for `total` units of work; None where the length is not known."""
 
@@ -30,6 +33,9 @@ class Silent:
     """Says nothing."""
 
     def note(self, message: str) -> None:
+        """Drop the message."""
+
+    def detail(self, message: str) -> None:
         """Drop the message."""
 
     def bar(self, title: str, total: int | None, unit: str) -> AbstractContextManager[Bar]:
@@ -48,6 +54,9 @@ class OnlyBars:
         self._progress = progress
 
     def note(self, message: str) -> None:
+        """Drop the message."""
+
+    def detail(self, message: str) -> None:
         """Drop the message."""
 
     def bar(self, title: str, total: int | None, unit: str) -> AbstractContextManager[Bar]:

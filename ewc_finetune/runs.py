@@ -1,134 +1,69 @@
-"""The run folder: `run.json`, `metrics.jsonl`, `figure.png`, and the last good state while a run is under way."""
+"""Reading what a run left in its folder; `run_folder` writes it."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import platform
-import secrets
-import shutil
-from collections.abc import Mapping
-from datetime import datetime, timezone
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy
-import safetensors
-import torch
-import torchvision
-
-from ewc_finetune._version import __version__
 from ewc_finetune.errors import StorageError
-from ewc_finetune.files import atomic_write, storage_errors
+
+FORMAT = "ewc-run"
+FORMAT_VERSION = 1
 
 
-class RunFolder:
-    """One run's folder, open from the run's start to its end.
+@dataclass(frozen=True)
+class Run:
+    """A run, as its folder tells of it.
 
-    Args:
-        path: Made here; its parent must exist.
-        overwrite: Whether a folder of an earlier run may be replaced.
-        options: Everything that the run was told, as JSON has it.
-
-    Raises:
-        StorageError: if there is such a folder already, or it can't be made.
+    Attributes:
+        path: The folder.
+        document: What `run.json` says.
+        lines: Those of `metrics.jsonl`.
     """
 
-    def __init__(self, path: Path, overwrite: bool, options: Mapping[str, Any]) -> None:
-        self.path = path
-        self.last = path / "last.pt"
-        # The folder of an earlier run stands aside until this one has something to put in its place.
-        self._earlier = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
-        with storage_errors(path):
-            if overwrite and (path / "run.json").is_file():
-                path.rename(self._earlier)
-            check_run_folder(path, overwrite=False)
-            path.mkdir()
-        try:
-            self._open(options)
-        except BaseException:
-            self._give_way()
-            raise
-
-    def _open(self, options: Mapping[str, Any]) -> None:
-        with storage_errors(self.path):
-            self._metrics = (self.path / "metrics.jsonl").open("w", encoding="utf-8")
-        self._document: dict[str, Any] = {
-            "status": "running",
-            "started": _now(),
-            "options": dict(options),
-            "versions": {
-                "ewc_finetune": __version__,
-                "torch": torch.__version__,
-                "torchvision": torchvision.__version__,
-                "safetensors": safetensors.__version__,
-                "numpy": numpy.__version__,
-                "python": platform.python_version(),
-            },
-            "platform": platform.platform(),
-        }
-        self.update()
-
-    def log(self, line: Mapping[str, Any]) -> None:
-        """Append one line to `metrics.jsonl`."""
-        with storage_errors(self.path / "metrics.jsonl"):
-            self._metrics.write(json.dumps(line) + "\n")
-            self._metrics.flush()
-
-    def update(self, **values: Any) -> None:
-        """Write `run.json` again, with these values in it."""
-        self._document |= values
-        with atomic_write(self.path / "run.json") as temporary:
-            temporary.write_text(json.dumps(self._document, indent=2) + "\n", encoding="utf-8")
-
-    def finish(self, **results: Any) -> None:
-        """Record that the run is done; its intermediate state is no longer needed."""
-        self._metrics.close()
-        self.update(status="finished", ended=_now(), **results)
-        self.last.unlink(missing_ok=True)
-        self._drop_earlier()
-
-    def stop(self, status: str) -> None:
-        """Record why the run ended early, if it has an epoch's state to keep; else leave things as they were."""
-        with contextlib.suppress(OSError):
-            self._metrics.close()
-        if self.last.exists():
-            with contextlib.suppress(StorageError):  # the disk may be what stopped the run
-                self.update(status=status, ended=_now())
-            self._drop_earlier()
-        else:
-            self._give_way()
-
-    def _give_way(self) -> None:
-        """Remove this folder, and put back the one of the earlier run."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            self._earlier.rename(self.path)
-
-    def _drop_earlier(self) -> None:
-        if self._earlier.is_symlink():
-            self._earlier.unlink()
-        shutil.rmtree(self._earlier, ignore_errors=True)
+    path: Path
+    document: dict[str, Any]
+    lines: list[dict[str, Any]]
 
 
-def check_run_folder(path: Path, overwrite: bool) -> None:
-    """Refuse a path for a run folder that holds something: whatever it is without `overwrite`, with it what is no run.
+def read_run(path: Path) -> Run:
+    """Read a run folder; a line of the log that was cut off is left out.
 
     Raises:
-        StorageError: saying what is there.
+        StorageError: if it is none, damaged, or of another version's format.
     """
-    if path.exists() and not (overwrite and (path / "run.json").is_file()):
-        raise StorageError(
-            f"the run folder {path} exists ({_status(path)}). Choose another path, or replace it with --overwrite"
-        )
-
-
-def _status(path: Path) -> str:
+    file = path / "run.json"
+    if not file.is_file():
+        raise StorageError(f"{path} is no run folder: there is no run.json in it. `ewc-ft finetune` writes them")
     try:
-        return f"status: {json.loads((path / 'run.json').read_text(encoding='utf-8'))['status']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "not a run of ewc-ft"
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise StorageError(f"{file} is damaged: {error}") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise StorageError(f"{file} is of no run, or of one before runs had a format; make the run again")
+    version = document.get("format_version")
+    if version != FORMAT_VERSION:
+        raise StorageError(
+            f"{file} is of format version {version}; this ewc-finetune reads {FORMAT_VERSION}. Upgrade with: "
+            "pip install -U ewc-finetune"
+        )
+    if not isinstance(document.get("status"), str) or not isinstance(document.get("options"), dict):
+        raise StorageError(f"{file} is damaged: it has no status or options")
+    return Run(path, document, read_lines(path / "metrics.jsonl"))
 
 
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a `metrics.jsonl`, without a last line that was cut off; nothing where there is no such file.
+
+    Raises:
+        StorageError: if it is damaged.
+    """
+    try:
+        whole = path.read_bytes().split(b"\n")[:-1]  # what stands behind the last end of a line was cut off
+        return [json.loads(line) for line in whole]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{path} is damaged: {error}") from error

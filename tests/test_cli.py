@@ -76,7 +76,6 @@ def test_consolidate_says_what_it_did(ewc_ft, start):
         "100 samples",
         document["sha256"],
         "1 x 8 x 8, flattened to 64 values",
-        "sample/s",
     ):
         assert text in result.stderr
 
@@ -145,7 +144,7 @@ def test_two_anchors(ewc_ft, start):
     assert "counts twice in part" in result.stderr
     assert (start / "second-digits-permute-1.pt").is_file()
     run = json.loads((start / "second-digits-permute-1.run" / "run.json").read_text())
-    assert [a["lambda"] for a in run["options"]["anchors"]] == [10, 20]
+    assert [a["lambda"] for a in run["found"]["anchors"]] == [10, 20]
 
 
 BAD = {

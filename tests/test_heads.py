@@ -325,7 +325,7 @@ def test_two_heads_are_not_averaged_though_they_are_of_one_shape(anchored, tmp_p
     assert after.provenance.head == new.provenance.head
 
 
-class Notes:
+class Notes(Silent):
     """A progress that remembers."""
 
     def __init__(self):
@@ -333,9 +333,6 @@ class Notes:
 
     def note(self, message):
         self.lines.append(message)
-
-    def bar(self, title, total, unit):
-        return Silent().bar(title, total, unit)
 
 
 @pytest.mark.parametrize(

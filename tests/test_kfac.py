@@ -499,7 +499,7 @@ def test_weights_of_other_widths(dtype, form):
         d = block.join(parts[0], parts[1] if len(parts) > 1 else None)
         total = total + 1.5 * (d * (block.output.matrix().double() @ d @ block.input.matrix().double())).sum()
     gradients = torch.autograd.grad(total, list(here.values()))
-    near = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.bfloat16 else {"rtol": 1e-6, "atol": 1e-8}
+    near = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
     for (name, p), gradient in zip(model.named_parameters(), gradients, strict=True):
         found = p.grad.double() if form == "gradient" else (before[name] - p.detach().double()) / 0.1
         torch.testing.assert_close(found, gradient, **near)
@@ -661,7 +661,7 @@ def test_eigenvectors_in_half_precision(tmp_path, form):
             penalty.proximal_step(0.5)
             pulled.append(twin[0].weight.detach())
     torch.testing.assert_close(pulled[0], pulled[1], rtol=1e-2, atol=2e-3 * pulled[1].abs().max().item())
-    assert torch.equal(pulled[0], pulled[2])
+    torch.testing.assert_close(pulled[0], pulled[2], rtol=1e-6, atol=1e-7)
 
 
 def test_inspect_says_what_blocks_take_and_save(tmp_path):

@@ -112,7 +112,7 @@ def test_finetune_with_the_lambda_it_finds(tmp_path):
     assert [trial.strength for trial in done.search.trials[:1]] == [None]
     assert len(done.search.trials) == 1 + RUNS
     assert [s.domain for s in done.search.trials[1].watched] == ["old", "new"]
-    recorded = json.loads((done.run / "run.json").read_text())["options"]
+    recorded = json.loads((done.run / "run.json").read_text())["found"]
     assert recorded["lambda_search"]["lambda"] == done.search.strength
     assert recorded["anchors"][0]["lambda"] == done.search.strength
     # The search leaves no trace: the run is what it is with that lambda.

@@ -210,11 +210,12 @@ def test_history_and_run_folder(model, anchor, tmp_path):
     run = json.loads((done.run / "run.json").read_text())
     assert run["status"] == "finished"
     assert run["steps"] == done.steps == 18
-    assert run["options"]["anchors"][0]["lambda"] == 100.0
-    assert run["options"]["norm_stats"] == "frozen"
+    assert run["options"]["anchors"] == [anchor.label]
+    assert run["found"]["anchors"][0]["lambda"] == 100.0
+    assert run["found"]["norm_stats"] == "frozen"
     assert run["versions"]["torch"] == torch.__version__
     assert (done.run / "figure.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(p.name for p in done.run.iterdir()) == ["figure.png", "metrics.jsonl", "run.json"]
+    assert sorted(p.name for p in done.run.iterdir()) == ["figure.png", "metrics.jsonl", "run.json", "run.toml"]
 
 
 def test_lineage_is_handed_on(model, anchor, tmp_path):
@@ -233,9 +234,8 @@ def test_lineage_is_handed_on(model, anchor, tmp_path):
     assert entry == {"name": anchor.provenance.name, "sha256": anchor.digest, "lambda": 7.0}
     notes = []
 
-    class Notes:
+    class Notes(ewc.progress.Silent):
         note = notes.append
-        bar = ewc.progress.Silent().bar
 
     ewc.finetune(
         done.output, OLD, anchors=[anchor, second.save(tmp_path / "b.safetensors")], epochs=0, progress=Notes()
@@ -480,9 +480,8 @@ def test_statistics_that_overflow_are_caught(model, tmp_path):
 def test_other_classes_are_remarked(tmp_path):
     notes = []
 
-    class Notes:
+    class Notes(ewc.progress.Silent):
         note = notes.append
-        bar = ewc.progress.Silent().bar
 
     ewc.finetune("mlp?hidden=4", "digits?limit=50", epochs=0, output=tmp_path / "m.pt")
     data = blobs(n=10)
@@ -501,9 +500,8 @@ def test_classes_that_are_numbered_otherwise_are_refused(tmp_path):
     data.classes = [str(digit) for digit in range(5)]  # fewer, but numbered alike
     notes = []
 
-    class Notes:
+    class Notes(ewc.progress.Silent):
         note = notes.append
-        bar = ewc.progress.Silent().bar
 
     ewc.evaluate(tmp_path / "m.pt", data, progress=Notes())
     assert not any("classes" in note for note in notes)

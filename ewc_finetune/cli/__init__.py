@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from ewc_finetune._version import __version__
+from ewc_finetune.cli.completion import completion
 from ewc_finetune.cli.consolidate import consolidate
 from ewc_finetune.cli.evaluate import evaluate
 from ewc_finetune.cli.finetune import finetune
@@ -36,3 +37,4 @@ main.add_command(finetune)
 main.add_command(evaluate)
 main.add_command(merge)
 main.add_command(inspect)
+main.add_command(completion)

@@ -25,8 +25,11 @@ class Command(click.Command):
     """A command whose errors are one sentence and an exit code; the traceback comes with --debug."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, turning exceptions into exit codes."""
+        """Run the command with a printer, turning exceptions into exit codes."""
+        from ewc_finetune.cli.printer import Printer
+
         debug = ctx.params.pop("debug")
+        ctx.params["printer"] = Printer(*(ctx.params.pop(name) for name in ("quiet", "verbose", "as_json")))
         try:
             with _leaving_politely():
                 return super().invoke(ctx)
@@ -130,6 +133,7 @@ def printing_options(function: F) -> F:
     for option in (
         click.option("--debug", is_flag=True, help="Show the traceback of an error."),
         click.option("--quiet", is_flag=True, help="Print nothing but errors."),
+        click.option("--verbose", is_flag=True, help="Print every line of the log, and what else there is to know."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout."),
     ):
         function = option(function)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ewc_finetune.choices import CURVATURES, ESTIMATORS, KFAC_FORMS, LIKELIHOODS
 from ewc_finetune.cli.command import Command, common_options, dry_run_option, only_one, storage_options, trust_option
+
+if TYPE_CHECKING:
+    from ewc_finetune.cli.printer import Printer
 
 
 def _samples(text: str) -> int | str:
@@ -100,8 +103,7 @@ def consolidate(
     arch: str | None,
     output: str | None,
     dry_run: bool,
-    quiet: bool,
-    as_json: bool,
+    printer: Printer,
     **options: Any,
 ) -> None:
     """Compute the Fisher of the checkpoint MODEL and save it, with the weights, as an anchor.
@@ -111,12 +113,11 @@ def consolidate(
     or with --trust-pickle a pickled module; no code in it is run otherwise. The data needs no labels, but for the
     empirical and batched estimators.
     """
-    from ewc_finetune.cli.printer import Printer, importance_table
+    from ewc_finetune.cli.printer import importance_table
     from ewc_finetune.verbs.consolidate import consolidate as run
     from ewc_finetune.verbs.consolidate import default_output
     from ewc_finetune.verbs.dry_run import dry_run as estimate
 
-    printer = Printer(quiet, as_json)
     options |= {"architecture": arch, "output": output or default_output(model), "progress": printer}
     if dry_run:
         printer.document(estimate(run, model, data, **options))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ewc_finetune.choices import LIKELIHOODS
 from ewc_finetune.cli.command import Command, common_options, trust_option
+
+if TYPE_CHECKING:
+    from ewc_finetune.cli.printer import Printer
 
 
 @click.command(cls=Command)
@@ -28,12 +31,10 @@ from ewc_finetune.cli.command import Command, common_options, trust_option
 @click.option("--batch-size", type=click.IntRange(1), default=500, show_default=True, help="Samples at once.")
 @trust_option
 @common_options
-def evaluate(model: str, data: tuple[str, ...], arch: str | None, quiet: bool, as_json: bool, **options: Any) -> None:
+def evaluate(model: str, data: tuple[str, ...], arch: str | None, printer: Printer, **options: Any) -> None:
     """Score MODEL (a checkpoint or an anchor): loss and accuracy, a row for each domain."""
-    from ewc_finetune.cli.printer import Printer
     from ewc_finetune.verbs.evaluate import evaluate as run
 
-    printer = Printer(quiet, as_json)
     scores = run(model, list(data), architecture=arch, progress=printer, **options)
     perplexity = any(score.perplexity is not None for score in scores)
     printer.table(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ewc_finetune.choices import HEADS, LIKELIHOODS, LINEAGES, NORM_STATS, OPTIMIZERS, PENALTY_FORMS
+from ewc_finetune.choices import HEADS, LIKELIHOODS, LINEAGES, NORM_STATS, PENALTY_FORMS
 from ewc_finetune.cli.command import Command, common_options, dry_run_option, only_one, trust_option
+from ewc_finetune.cli.config import config_option, resumed
+from ewc_finetune.cli.training import training_options
+
+if TYPE_CHECKING:
+    from ewc_finetune.cli.printer import Printer
 
 
 def _strength(text: str) -> float | str:
@@ -83,11 +88,8 @@ def _strengths(context: click.Context, parameter: click.Parameter, values: tuple
     help="Share the last layer with the old domains; take a new one for the new domain's classes; or expand it by "
     "outputs for new labels.",
 )
-@click.option("--epochs", type=click.IntRange(0), default=4, show_default=True, help="Walks through the data.")
-@click.option("--lr", type=float, default=1e-4, show_default=True, help="Learning rate.")
-@click.option("--batch-size", type=click.IntRange(1), default=100, show_default=True, help="Samples a step.")
-@click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="adam", show_default=True)
-@click.option("--momentum", type=float, default=0.9, show_default=True, help="Of sgd.")
+@click.option("--freeze", multiple=True, metavar="GLOB", help="Parameters not to train (features.*); repeatable.")
+@training_options
 @click.option(
     "--norm-stats",
     type=click.Choice(NORM_STATS),
@@ -104,7 +106,14 @@ def _strengths(context: click.Context, parameter: click.Parameter, values: tuple
     "eval_on",
     multiple=True,
     metavar="DATA",
-    help="A domain to score before and after each epoch; repeatable.  [default: the new one]",
+    help="A domain to score before training and at each evaluation; repeatable.  [default: the new one]",
+)
+@click.option(
+    "--select-on",
+    multiple=True,
+    metavar="DATA",
+    help="A domain whose score says which state, or which lambda of auto, is the best; repeatable.  [default: the new "
+    "one]",
 )
 @click.option(
     "--output",
@@ -114,6 +123,17 @@ def _strengths(context: click.Context, parameter: click.Parameter, values: tuple
 )
 @click.option("--overwrite", is_flag=True, help="Replace the output and its run folder if they exist.")
 @click.option("--log-every", type=click.IntRange(1), default=50, show_default=True, help="Steps between log lines.")
+@click.option("--tensorboard", is_flag=True, help="Write the log for TensorBoard too, into the run folder.")
+@click.option(
+    "--resume",
+    type=click.Path(file_okay=False),
+    metavar="RUN",
+    is_eager=True,
+    expose_value=True,
+    callback=resumed,
+    help="Go on with a run that was stopped, by its folder: with its options, to the same bytes.",
+)
+@config_option
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**63 - 1),
@@ -132,23 +152,21 @@ def finetune(
     eval_on: tuple[str, ...],
     output: str | None,
     dry_run: bool,
-    quiet: bool,
-    as_json: bool,
+    resume: str | None,
+    printer: Printer,
     **options: Any,
 ) -> None:
     """Adapt a model to a new domain under the penalty of its anchors.
 
-    Writes a checkpoint in the format that the anchor came from, and a run folder with run.json, metrics.jsonl and a
-    figure beside it.
+    Writes a checkpoint in the format that the anchor came from, and beside it a run folder: run.json, the same options
+    as run.toml (for --config), metrics.jsonl and a figure.
     """
-    from ewc_finetune.cli.printer import Printer
     from ewc_finetune.verbs.dry_run import dry_run as estimate
     from ewc_finetune.verbs.finetune import default_output
     from ewc_finetune.verbs.finetune import finetune as run
 
-    printer = Printer(quiet, as_json)
     options |= {"anchors": anchors, "architecture": arch, "eval_on": eval_on or None, "progress": printer}
-    options |= {"output": output or default_output(model, anchors, data)}
+    options |= {"output": output or default_output(model, anchors, data), "resume": resume}
     if dry_run:
         printer.document(estimate(run, model, data, **options))
         return
@@ -171,6 +189,7 @@ def finetune(
             "checkpoint": str(done.output),
             "run": str(done.run),
             "steps": done.steps,
+            "step": done.step,
             "norm_stats": done.norm_stats,
             "lambda_search": None if done.search is None else done.search.to_json(),
             "before": [vars(score) for score in done.before],

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ewc_finetune.cli.command import Command, printing_options, trust_option
 from ewc_finetune.errors import UsageError
+
+if TYPE_CHECKING:
+    from ewc_finetune.cli.printer import Printer
 
 
 @click.command(cls=Command)
@@ -20,7 +24,7 @@ from ewc_finetune.errors import UsageError
 @trust_option
 @printing_options
 def inspect(
-    file: str, plot: str | None, overwrite: bool, arch: str | None, trust_pickle: bool, quiet: bool, as_json: bool
+    file: str, plot: str | None, overwrite: bool, arch: str | None, trust_pickle: bool, printer: Printer
 ) -> None:
     """Say what is in FILE, an anchor or a checkpoint, and where it came from.
 
@@ -28,11 +32,10 @@ def inspect(
     """
     from ewc_finetune.checkpoint.detection import detect
     from ewc_finetune.checkpoint.opening import is_on_hub
-    from ewc_finetune.cli.printer import Printer, importance_table
+    from ewc_finetune.cli.printer import importance_table
     from ewc_finetune.verbs.inspect import inspect as run
     from ewc_finetune.verbs.inspect_checkpoint import inspect_checkpoint
 
-    printer = Printer(quiet, as_json)
     if is_on_hub(file) or detect(Path(file)) != "anchor":
         if plot is not None:
             raise UsageError(f"{file} is a checkpoint, which has no importance to draw; --plot is for anchors")

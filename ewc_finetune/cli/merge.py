@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ewc_finetune.choices import KFAC_SUMS, LINEAGES, MERGED_HEADS
 from ewc_finetune.cli.command import Command, printing_options, storage_options
+
+if TYPE_CHECKING:
+    from ewc_finetune.cli.printer import Printer
 
 
 @click.command(cls=Command)
@@ -58,16 +61,15 @@ from ewc_finetune.cli.command import Command, printing_options, storage_options
 @click.option("--arch", metavar="ARCH", help="What to build for that model, if the newest anchor doesn't say.")
 @click.option("--overwrite", is_flag=True, help="Replace the output and the checkpoint if they exist.")
 @printing_options
-def merge(anchors: tuple[str, ...], output: str, arch: str | None, quiet: bool, as_json: bool, **options: Any) -> None:
+def merge(anchors: tuple[str, ...], output: str, arch: str | None, printer: Printer, **options: Any) -> None:
     """Write several anchors, oldest first, as one that pulls as all of them would together.
 
     Exactly so, unless --online, or for K-FAC blocks, whose sum is no such block: one takes its place, and how far it is
     off is said. A merged anchor costs one anchor's memory and time.
     """
-    from ewc_finetune.cli.printer import Printer, importance_table
+    from ewc_finetune.cli.printer import importance_table
     from ewc_finetune.verbs.merge import merge as run
 
-    printer = Printer(quiet, as_json)
     merged = run(anchors, architecture=arch, output=output, progress=printer, **options)
     origin = merged.provenance
     importance_table(printer, origin)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import click
 from tqdm import tqdm
 
+from ewc_finetune.progress import Bar
 from ewc_finetune.provenance import Provenance
+
+_SECONDS_BETWEEN_LINES = 60.0
 
 
 class Document(Protocol):
@@ -30,11 +34,13 @@ class Printer:
 
     Args:
         quiet: Draw nothing.
+        verbose: Print the details too.
         as_json: Print the result on stdout as JSON too.
     """
 
-    def __init__(self, quiet: bool, as_json: bool) -> None:
+    def __init__(self, quiet: bool, verbose: bool, as_json: bool) -> None:
         self.quiet = quiet
+        self.verbose = verbose
         self.as_json = as_json
 
     def note(self, message: str) -> None:
@@ -42,18 +48,19 @@ class Printer:
         if not self.quiet:
             tqdm.write(message, file=sys.stderr)
 
+    def detail(self, message: str) -> None:
+        """Print what only those want to know who ask for everything."""
+        if self.verbose:
+            self.note(message)
+
     @contextmanager
-    def bar(self, title: str, total: int | None, unit: str) -> Iterator[_Bar]:
-        """Draw a bar with speed and time left; without a terminal, a line a minute."""
-        seldom = {} if sys.stderr.isatty() else {"mininterval": 60.0, "maxinterval": 60.0}
+    def bar(self, title: str, total: int | None, unit: str) -> Iterator[Bar]:
+        """Draw a bar with speed and time left; where there is no terminal, print a line a minute instead."""
+        if not self.quiet and not sys.stderr.isatty():
+            yield _Lines(title, total, unit, self.note)
+            return
         with tqdm(
-            desc=title,
-            total=total,
-            unit=f" {unit}",
-            disable=self.quiet,
-            file=sys.stderr,
-            dynamic_ncols=True,
-            **seldom,
+            desc=title, total=total, unit=f" {unit}", disable=self.quiet, file=sys.stderr, dynamic_ncols=True
         ) as bar:
             yield _Bar(bar)
 
@@ -102,6 +109,32 @@ def importance_table(printer: Printer, origin: Provenance) -> None:
             for layer in origin.importance
         ],
     )
+
+
+class _Lines:
+    """Says in words, once a minute, how far work has come."""
+
+    def __init__(self, title: str, total: int | None, unit: str, say: Callable[[str], None]) -> None:
+        self._title, self._total, self._unit, self._say = title, total, unit, say
+        self._done = 0
+        self._began = self._said = time.monotonic()
+
+    def advance(self, count: int, **figures: float | str) -> None:
+        """Count, and say it if a minute has passed since the last time."""
+        self._done += count
+        now = time.monotonic()
+        if now - self._said < _SECONDS_BETWEEN_LINES:
+            return
+        self._said = now
+        taken = now - self._began
+        parts = [f"{self._title}: {self._done:,}" + (f" of {self._total:,}" if self._total else "") + f" {self._unit}s"]
+        if self._total and self._done:
+            parts[0] += f" ({self._done / self._total:.0%})"
+            parts.append(f"{tqdm.format_interval(taken / self._done * (self._total - self._done))} left")
+        parts += [
+            f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in figures.items()
+        ]
+        self._say(", ".join(parts))
 
 
 class _Bar:

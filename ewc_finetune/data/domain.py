@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -107,12 +108,16 @@ class Domain:
             samples = Subset(self.samples, indices)  # type: ignore[arg-type]
         return replace(self, samples=samples, labels=labels)
 
-    def batches(self, batch_size: int, shuffle: torch.Generator | None = None) -> Iterator[Batch]:
+    def batches(
+        self, batch_size: int, shuffle: torch.Generator | None = None, *, workers: int = 0, skip: int = 0
+    ) -> Iterator[Batch]:
         """Walk through the samples once.
 
         Args:
             batch_size: Samples to a batch; the last may be smaller. A caller's own batches stay as they are.
             shuffle: Draws the order; in the order they have unless given, or where they are not indexable.
+            workers: Processes that read ahead, where samples are not in memory or the caller's own batches.
+            skip: Batches to leave out at the start, unread where that can be.
 
         Raises:
             DataError: if samples are not tensors, or don't have one shape.
@@ -121,12 +126,12 @@ class Domain:
             # Whole batches are cut from the tensors: no loader, no collating of single samples.
             size = len(self.samples)
             order = None if shuffle is None else torch.randperm(size, generator=shuffle)
-            for start in range(0, size, batch_size):
+            for start in range(skip * batch_size, size, batch_size):
                 chosen = slice(start, start + batch_size)
                 yield self._read([t[chosen if order is None else order[chosen]] for t in self.samples.tensors])
             return
         try:
-            for batch in self._loader(batch_size, shuffle):
+            for batch in self._loader(batch_size, shuffle, workers, skip):
                 yield self._read(batch)
         except (TypeError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
@@ -135,16 +140,23 @@ class Domain:
                 "shape; for images of several sizes add ?size=PIXELS"
             ) from error
 
-    def _loader(self, batch_size: int, shuffle: torch.Generator | None) -> Iterable[Any]:
+    def _loader(self, batch_size: int, shuffle: torch.Generator | None, workers: int, skip: int) -> Iterable[Any]:
         samples: Any = self.samples
-        if isinstance(samples, IterableDataset):
-            return DataLoader(samples, batch_size, generator=torch.Generator(), collate_fn=self.collate)
-        if not self.indexable:
-            return samples  # type: ignore[no-any-return]
-        order = range(len(samples)) if shuffle is None else torch.randperm(len(samples), generator=shuffle).tolist()
         # With a generator of its own, a loader takes nothing from torch's global one.
-        sampler = BatchSampler(order, batch_size, drop_last=False)
-        return DataLoader(samples, batch_sampler=sampler, generator=torch.Generator(), collate_fn=self.collate)
+        own: dict[str, Any] = {"generator": torch.Generator(), "collate_fn": self.collate, "num_workers": workers}
+        if isinstance(samples, IterableDataset):
+            if workers:  # each would read the whole stream
+                raise DataError(f"{self.name} is a stream, which only one process can read; leave --workers out")
+            return islice(DataLoader(samples, batch_size, **own), skip, None)
+        if not self.indexable:
+            return islice(samples, skip, None)
+        order = range(len(samples)) if shuffle is None else torch.randperm(len(samples), generator=shuffle).tolist()
+        if workers and shuffle is not None:
+            # What workers draw at random differs from epoch to epoch, and from sample to sample as they take turns:
+            # to be the same again, everything must be read again.
+            own["generator"].manual_seed(int(torch.randint(2**62, (), generator=shuffle)))
+            return islice(DataLoader(samples, batch_sampler=_batched(order, batch_size), **own), skip, None)
+        return DataLoader(samples, batch_sampler=_batched(order[skip * batch_size :], batch_size), **own)
 
     def _read(self, batch: Any) -> Batch:
         inputs, labels = _parts(batch)
@@ -175,6 +187,10 @@ def as_domain(data: object, name: str = "data") -> Domain:
     if isinstance(data, Iterable):
         return Domain(name, data)
     raise DataError(f"{name} is a {type(data).__name__}; expected a data spec, a dataset or a loader of batches")
+
+
+def _batched(order: Sequence[int], batch_size: int) -> BatchSampler:
+    return BatchSampler(order, batch_size, drop_last=False)
 
 
 def _kind(part: Any) -> str:

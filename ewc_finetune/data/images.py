@@ -39,7 +39,9 @@ class ImageFiles(Dataset[Any]):
 
     def subset(self, indices: Sequence[int]) -> ImageFiles:
         """Return some of them, in this order."""
-        return ImageFiles([self.files[index] for index in indices], self.options)
+        chosen = ImageFiles([self.files[index] for index in indices], self.options)
+        chosen.alike = self.alike
+        return chosen
 
     def __getitem__(self, index: int) -> Tensor | tuple[Tensor, int]:
         from PIL import Image, UnidentifiedImageError

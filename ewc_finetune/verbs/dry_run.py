@@ -19,7 +19,8 @@ from ewc_finetune.data.domain import Batch, Domain
 from ewc_finetune.likelihood import Likelihood
 from ewc_finetune.precision import float32_weights
 from ewc_finetune.progress import Silent
-from ewc_finetune.training import Schedule, train
+from ewc_finetune.schedule import Schedule
+from ewc_finetune.training import Trainer, count_steps
 from ewc_finetune.verbs.evaluate import score
 from ewc_finetune.verbs.setup import Setup
 
@@ -86,9 +87,11 @@ def dry_run(verb: Callable[..., object], *arguments: Any, **options: Any) -> Est
     raise TypeError(f"{verb} went on after its start")
 
 
-def first_batches(domain: Domain, batch_size: int, shuffle: torch.Generator | None = None) -> list[Batch]:
+def first_batches(
+    domain: Domain, batch_size: int, shuffle: torch.Generator | None = None, count: int = TRIED
+) -> list[Batch]:
     """Return the batches that are tried."""
-    return list(islice(domain.batches(batch_size, shuffle), TRIED))
+    return list(islice(domain.batches(batch_size, shuffle), count))
 
 
 def estimate_consolidation(
@@ -138,6 +141,7 @@ def estimate_finetuning(
     shuffle: torch.Generator,
     device: torch.device,
     files: Sequence[Path],
+    more: int = 0,
 ) -> Estimate:
     """Train for a few steps and score a few batches, and put the model back as it was.
 
@@ -148,20 +152,30 @@ def estimate_finetuning(
         shuffle: Draws the order of the samples.
         device: Where the model is.
         files: What the run will write.
+        more: Epochs of training beside those of the schedule, with an evaluation each.
     """
     model, size = job.start.model, schedule.batch_size
-    total = job.domain.count_batches(size)
-    steps = None if total is None else total * schedule.epochs
+    each = replace(schedule, epochs=1).count_steps(job.domain.count_batches(size))
+    steps = None if each is None else each * (schedule.epochs + more)
+    count_steps(job.domain, schedule)  # refuses what cannot be counted
     clock = _Clock()
     with _memory(device) as memory, _put_back(model):
         scoring = sum((_scoring(job, n, likelihood, 2 * size, device) or 0.0) for n in range(len(job.watched)))
         with float32_weights(model):
-            tried = replace(job.domain, samples=first_batches(job.domain, size, shuffle), labels=None, collate=None)
+            tried = replace(
+                job.domain,
+                samples=first_batches(job.domain, size, shuffle, TRIED * schedule.accumulate),
+                labels=None,
+                collate=None,
+            )
             own = job.domain.likelihood(likelihood)
-            few = replace(schedule, epochs=min(1, schedule.epochs), log_every=1)
-            with Silent().bar("", None, "") as bar:
-                train(model, tried, job.layout, own, job.penalty, few, shuffle, bar, clock)
-    seconds = None if steps is None else steps * clock.step + scoring * (schedule.epochs + 1)
+            few = replace(schedule, epochs=min(1, schedule.epochs), log_every=1, eval_every=None, workers=0)
+            with job.freezing(), Silent().bar("", None, "") as bar:
+                Trainer(model, tried, job.layout, own, job.penalty, few, shuffle, bar, clock).run()
+    evaluations = schedule.epochs + more + 1
+    if schedule.eval_every is not None and steps is not None:
+        evaluations = steps // schedule.eval_every + 1
+    seconds = None if steps is None else steps * clock.step + scoring * evaluations
     return Estimate({"steps": steps}, seconds, memory, tuple(files))
 
 
@@ -188,8 +202,9 @@ class _Clock:
         """See `Observer`."""
         self.times.append(time.perf_counter())
 
-    def epoch_done(self, epoch: int, step: int) -> None:
+    def evaluate(self, epoch: int, step: int, state: Callable[[], dict[str, Any]]) -> bool:
         """See `Observer`."""
+        return True
 
     @property
     def step(self) -> float:

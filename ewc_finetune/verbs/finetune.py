@@ -3,66 +3,63 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from ewc_finetune.anchor import Anchor
-from ewc_finetune.checkpoint.architecture import FORMS, looks_like_architecture
-from ewc_finetune.checkpoint.checkpoint import Record, check_ending
-from ewc_finetune.checkpoint.from_anchor import FromAnchor
+from ewc_finetune.checkpoint.checkpoint import check_ending
 from ewc_finetune.checkpoint.hugging_face import HuggingFace
-from ewc_finetune.checkpoint.opening import (
-    Opened,
-    ending_of,
-    is_there,
-    open_checkpoint,
-    open_fresh,
-    open_model,
-    place_of,
-)
+from ewc_finetune.checkpoint.opening import Opened, ending_of, is_there, place_of
 from ewc_finetune.checkpoint.state_dict import StateDict, save_state_dict
 from ewc_finetune.choices import (
     HEADS,
     LINEAGES,
-    NORM_STATS,
-    OPTIMIZERS,
     PENALTY_FORMS,
     Head,
     LikelihoodName,
     Lineage,
     NormStats,
-    OptimizerName,
     PenaltyForm,
     check_choice,
 )
+from ewc_finetune.config import to_command
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.sources import resolve_domain, resolve_domains
 from ewc_finetune.devices import choose_device, on_device, random_state_kept
-from ewc_finetune.errors import CheckpointError, StorageError, UsageError
+from ewc_finetune.errors import StorageError, UsageError
 from ewc_finetune.figures import draw_run
 from ewc_finetune.files import beside, check_output
 from ewc_finetune.likelihood import Likelihood, get_likelihood
-from ewc_finetune.modes import normalisation_layers
-from ewc_finetune.penalty import Penalty
 from ewc_finetune.precision import float32_weights
-from ewc_finetune.progress import OnlyBars, Progress, Silent
-from ewc_finetune.provenance import Provenance
-from ewc_finetune.runs import RunFolder, check_run_folder
-from ewc_finetune.stack import of_one_head, spread_lambdas
-from ewc_finetune.training import Schedule, train
+from ewc_finetune.progress import Progress, Silent
+from ewc_finetune.run_folder import RunFolder, check_run_folder
+from ewc_finetune.runs import Run, read_run
+from ewc_finetune.schedule import Schedule, Training
+from ewc_finetune.stack import spread_lambdas
+from ewc_finetune.tensorboard import TensorBoard
+from ewc_finetune.training import Trainer, count_steps
 from ewc_finetune.verbs.dry_run import Estimate, estimate_finetuning
 from ewc_finetune.verbs.evaluate import Score
 from ewc_finetune.verbs.journal import Journal
-from ewc_finetune.verbs.lambda_search import DEFAULT_TOLERANCE, Search, search_lambda, split
+from ewc_finetune.verbs.lambda_search import DEFAULT_TOLERANCE, Search
+from ewc_finetune.verbs.movement import movements
+from ewc_finetune.verbs.recording import asked, defaults, listed
+from ewc_finetune.verbs.recording import found as recorded
+from ewc_finetune.verbs.remarks import say
+from ewc_finetune.verbs.resuming import check_found, check_options
+from ewc_finetune.verbs.selection import Selection, selecting
 from ewc_finetune.verbs.setup import Setup, set_up
+from ewc_finetune.verbs.start import known, likelihood_of, open_start
+from ewc_finetune.verbs.trials import search_by_trials, trials_cost
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 DEFAULT_LAMBDA = {"diagonal": 100.0, "identity": 100.0, "kfac": 10.0}
 
@@ -74,10 +71,11 @@ class Finetuned:
     Attributes:
         model: The adapted model; the caller's own where a module was passed.
         before: Score on every evaluated domain before the first step.
-        after: The same after the last.
+        after: The same of the state that the run ended with.
         history: The lines of `metrics.jsonl`.
         search: How lambda was found, if it was looked for.
         steps: Optimizer steps taken.
+        step: The one whose state this is: the last, or the best.
         norm_stats: What was done with normalisation statistics.
         lineage: The anchors that have pulled on the model, for `consolidate`; a checkpoint file carries them itself.
         head: What is known of its last layer, if it was given a new one; likewise.
@@ -91,6 +89,7 @@ class Finetuned:
     history: list[dict[str, Any]]
     search: Search | None
     steps: int
+    step: int
     norm_stats: NormStats
     lineage: list[dict[str, Any]]
     head: dict[str, Any] | None
@@ -108,28 +107,26 @@ def finetune(
     penalty_form: PenaltyForm = "gradient",
     lineage: Lineage = "all",
     head: Head = "shared",
+    freeze: Sequence[str] = (),
     architecture: str | None = None,
     trust_pickle: bool = False,
-    epochs: int = 4,
-    lr: float = 1e-4,
-    batch_size: int = 100,
-    optimizer: OptimizerName = "adam",
-    momentum: float = 0.9,
-    norm_stats: NormStats | None = None,
     likelihood: LikelihoodName | None = None,
     eval_on: Sequence[Any] | Mapping[str, Any] | None = None,
+    select_on: Sequence[Any] = (),
     seed: int = 0,
     device: str = "auto",
     data_dir: str | Path | None = None,
     output: str | Path | None = None,
     overwrite: bool = False,
-    log_every: int = 50,
+    resume: str | Path | None = None,
+    tensorboard: bool = False,
     before_start: Callable[[Estimate], None] | None = None,
     progress: Progress | None = None,
+    **training: Unpack[Training],
 ) -> Finetuned:
     """Adapt a model to a new domain, held by any number of anchors; without anchors, train it plainly.
 
-    The same seed on the same machine gives the same bytes.
+    The same seed on the same machine gives the same bytes, be it in one go or resumed.
 
     Args:
         model: A module (trained in place, left in eval mode without gradients), a checkpoint file or model folder,
@@ -148,76 +145,74 @@ def finetune(
         head: Whose the outputs are: `shared` by all domains; `new` replaces the last layer by a fresh one for the new
             domain's classes (the old one stays in the anchor, see `evaluate`); `expand` adds outputs for labels that
             the model has none for, and holds the old ones.
+        freeze: Patterns (`features.*`) of parameters that this run does not train.
         architecture: What to build for a checkpoint that doesn't carry it.
         trust_pickle: Whether code in the checkpoint may run (a pickled module).
-        epochs: Walks through the data; 0 only evaluates and writes.
-        lr: Learning rate.
-        batch_size: Samples a step.
-        optimizer: `sgd`, `adam` or `adamw`.
-        momentum: Of `sgd` alone.
-        norm_stats: `frozen` keeps running statistics as they are, `update` lets them follow the new data. Unless
-            given: frozen, but update for fresh weights, whose statistics nothing has filled yet.
         likelihood: How outputs become the loss, -log p(y | x); the anchors' unless given, without any that of the
             model's task (see `consolidate`).
-        eval_on: Domains to score before and after each epoch, a list of specs or datasets or a dict of such by name
-            (specs mean their test split unless they say); the test split of `data` unless given, where it has one.
+        eval_on: Domains to score before training and at each evaluation, a list of specs or datasets or a dict of such
+            by name (specs mean their test split unless they say); the test split of `data` unless given, where it has
+            one.
+        select_on: Of these, or beside them, the domains whose mean score says which state is the best; unless given the
+            new one, if it is scored.
         seed: Of fresh weights, the order of samples, and dropout.
         device: `auto`, `cpu`, `cuda` or `mps`.
         data_dir: Where downloaded data lies.
         output: Checkpoint to write, in the format of the one that the run starts from (fresh weights and modules
             as a state dict); beside it goes the run folder, of the same name with `.run`.
         overwrite: Whether these may be replaced.
-        log_every: Steps between two lines of the log.
+        resume: Folder of a run that was stopped, to go on with; everything else as it was then, but for options that
+            only say how or how long.
+        tensorboard: Whether to write the log for TensorBoard too, into the run folder.
         before_start: Called with what the run will need before its first step, for which a little of it is tried; what
             it raises ends the run. See `dry_run`.
         progress: Told what happens.
+        training: How to train: see `Schedule`.
 
     Raises:
         EwcError: naming what is wrong with the model, an anchor, the data, an option or a file. If the run ends early
-            (the loss becomes NaN, say), the state after the last whole epoch is kept: a module that was passed in goes
-            back to it, and the run folder has it as `last.pt`.
+            (the loss becomes NaN, say), the state of the last evaluation is kept: a module that was passed in goes
+            back to it, and the run folder has it as `last.pt`, and goes on with `resume`.
     """
+    arguments = locals()
     progress = progress or Silent()
+    schedule = Schedule(**training)
+    _check_words(penalty_form, lineage, head)
+    options = asked(arguments, schedule)
+    earlier = None
+    if resume is not None:
+        earlier = read_run(Path(resume))
+        output = output or earlier.document["options"]["output"]
+        check_options(earlier, options, schedule, progress)
     output = None if output is None else Path(output)
-    _check_numbers(epochs=epochs, lr=lr, batch_size=batch_size, momentum=momentum, log_every=log_every)
     given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
-    _check_words(optimizer, penalty_form, lineage, head, norm_stats or "frozen")
     stacked = [item if isinstance(item, Anchor) else Anchor.open(item) for item in given]
     strengths = _strengths(lambdas, stacked)
     domain = resolve_domain(data, "train", data_dir)
-    search = None
-    if lambdas == "auto":
-        watched = _watched(eval_on, data, domain, stacked, data_dir, Silent(), head) if eval_on is not None else []
-        trial: dict[str, Any] = {
-            "penalty_form": penalty_form,
-            "lineage": lineage,
-            "head": head,
-            "architecture": architecture,
-            "trust_pickle": trust_pickle,
-            "epochs": max(1, -(-epochs // 2)),
-            "lr": lr,
-            "batch_size": batch_size,
-            "optimizer": optimizer,
-            "momentum": momentum,
-            "norm_stats": norm_stats,
-            "likelihood": likelihood,
-            "seed": seed,
-            "device": device,
-        }
-        search = _search(model, domain, watched, stacked, tolerance, trial, progress)
-        strengths = [search.strength * ratio for ratio in strengths]
-    start, fresh = _start(model, architecture, trust_pickle, stacked, domain, seed)
+    chosen = resolve_domains(select_on, "test", data_dir) if select_on else []
+    scored = _watched(eval_on, chosen, data, domain, stacked, data_dir, progress, head)
+    start, fresh = open_start(model, architecture, trust_pickle, stacked, domain, seed)
     if output is not None:
-        _check_output(output, start, overwrite, [model, *given])
-    policy: NormStats = norm_stats or ("update" if fresh else "frozen")
-    schedule = Schedule(epochs, lr, batch_size, optimizer, momentum, policy, log_every)
-    rule = get_likelihood(_likelihood(likelihood, stacked, start))
+        _check_output(output, start, overwrite, [model, *given], earlier)
+    schedule = replace(schedule, norm_stats=schedule.norm_stats or ("update" if fresh else "frozen"))
+    selection = _selection(schedule, data, scored, chosen)
+    rule = get_likelihood(likelihood_of(likelihood, stacked, start))
     where = choose_device(device)
-    with on_device(start.model, where), random_state_kept(where, seed), contextlib.ExitStack() as undoing:
+    with contextlib.ExitStack() as closing:
+        folder = None
+        if output is not None and before_start is None:
+            folder = closing.enter_context(_folder(output, overwrite, earlier, options, arguments))
+        search = None
+        if lambdas == "auto" and before_start is None:
+            search = search_by_trials(domain, scored, stacked, strengths, arguments, schedule, folder, progress)
+            strengths = [search.strength * ratio for ratio in strengths]
+        closing.enter_context(on_device(start.model, where))
+        closing.enter_context(random_state_kept(where, seed))
+        undoing = closing.enter_context(contextlib.ExitStack())
         job = set_up(
-            replace(start, record=_known(start.record, stacked)),
+            replace(start, record=known(start.record, stacked)),
             domain,
-            _watched(eval_on, data, domain, stacked, data_dir, progress, head),
+            scored,
             stacked,
             strengths,
             rule,
@@ -225,77 +220,151 @@ def finetune(
             penalty_form=penalty_form,
             lineage=lineage,
             head=head,
+            freeze=freeze,
             seed=seed,
             written=output is not None,
             undoing=undoing,
             progress=progress,
         )
-        start, domain, penalty = job.start, job.domain, job.penalty
-        _say(progress, start, stacked, strengths, penalty, schedule, fresh)
+        say(progress, job.start, stacked, strengths, job.penalty, schedule, fresh)
         shuffle = torch.Generator().manual_seed(seed)
         if before_start is not None:
             files = [] if output is None else [*written_as(start, output), beside(output, ".run")]
-            before_start(estimate_finetuning(job, schedule, rule, shuffle.clone_state(), where, files))
-        folder = None
-        if output is not None:
-            options = _options(job, stacked, strengths, data_dir, rule, schedule)
-            options |= {
-                "penalty_form": penalty_form,
-                "lineage": lineage,
-                "head": head,
-                "seed": seed,
-                "device": str(where),
-                "output": str(output),
-                "lambda_search": None if search is None else search.to_json(),
-            }
-            folder = RunFolder(beside(output, ".run"), overwrite, options)
-        # Scoring keeps no activations, so twice the batch fits where training does.
+            shorter = 0 if lambdas != "auto" else trials_cost(schedule.epochs)
+            before_start(estimate_finetuning(job, schedule, rule, shuffle.clone_state(), where, files, shorter))
+        state, history, sinks = None, list[dict[str, Any]](), list[TensorBoard]()
+        if folder is not None:
+            found = recorded(job, stacked, strengths, rule, schedule, search, isinstance(data, str))
+            state, history = _take_up(folder, earlier, found)
+            if tensorboard:
+                done = 0 if state is None else state["training"]["step"]
+                sinks.append(closing.enter_context(TensorBoard(folder.path / "tensorboard", done)))
         # From here on it is the journal that undoes what a run leaves unfinished.
         undo = undoing.pop_all().close
-        mine = isinstance(model, nn.Module)
         journal = Journal(
-            start.model, job.watched, rule, 2 * batch_size, where, job.record, folder, mine, progress, undo
-        )
-        try:
-            before = journal.score(0, 0)
-            batches = domain.count_batches(batch_size)
-            with (
-                float32_weights(start.model) as journal.dtypes,
-                progress.bar(f"fine-tuning on {domain.name}", batches and batches * epochs, "step") as bar,
-            ):
-                own = domain.likelihood(rule)
-                steps = train(start.model, domain, job.layout, own, penalty, schedule, shuffle, bar, journal)
-            start.model.zero_grad(set_to_none=True)
-            start.model.eval()
-            if journal.dtypes:
-                progress.note("half-precision weights were trained in float32 and are rounded back now")
-                journal.score(epochs, steps)
-            after = journal.scores
+            job.start.model, job.watched, rule, 2 * schedule.batch_size, where, job.record, folder, selection, sinks,
+            isinstance(model, nn.Module), progress, undo,
+        )  # fmt: skip
+        with _ending(journal, folder, progress):
+            steps = _train(job, schedule, rule, shuffle, journal, state, history, progress)
             if output is not None and folder is not None:
-                (save_state_dict if start.checkpoint is None else start.checkpoint.save)(
-                    output, start.model, job.record
-                )
-                try:
-                    draw_run(folder.path / "figure.png", journal.history, f"Fine-tuning on {domain.name}")
-                except StorageError as error:  # the model is there, which is what counts
-                    progress.note(str(error))
-                folder.finish(steps=steps, before=[asdict(s) for s in before], after=[asdict(s) for s in after])
-        except BaseException as error:
-            journal.stop(error)
-            raise
+                _write(job, schedule, journal, folder, output, steps, progress)
     return Finetuned(
-        model=start.model,
-        before=before,
-        after=after,
+        model=job.start.model,
+        before=journal.before,
+        after=journal.scores,
         history=journal.history,
         search=search,
         steps=steps,
-        norm_stats=policy,
+        step=journal.step,
+        norm_stats=schedule.norm_stats or "frozen",
         lineage=job.record.lineage,
         head=job.record.head,
         output=output,
         run=None if folder is None else folder.path,
     )
+
+
+def _take_up(
+    folder: RunFolder, earlier: Run | None, found: dict[str, Any]
+) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+    """Record what a run found, after a look at whether that is what it found before; return where it goes on from."""
+    if earlier is not None:
+        check_found(earlier, found)
+    folder.update(found=found, status="running")
+    return folder.load_state()
+
+
+@contextlib.contextmanager
+def _ending(journal: Journal, folder: RunFolder | None, progress: Progress) -> Iterator[None]:
+    """If the run ends early, put a caller's module back to its last good state and say how to go on."""
+    try:
+        yield
+    except BaseException:
+        journal.stop()
+        if folder is not None and folder.resumable:
+            progress.note(
+                f"the state of the last evaluation is kept, as {folder.last}; to go on: ewc-ft finetune --resume "
+                f"{folder.path}"
+            )
+        raise
+
+
+def _train(
+    job: Setup,
+    schedule: Schedule,
+    likelihood: Likelihood,
+    shuffle: torch.Generator,
+    journal: Journal,
+    state: Mapping[str, Any] | None,
+    history: list[dict[str, Any]],
+    progress: Progress,
+) -> int:
+    """Train from the start or from a state, and leave the model as the run is to end; return the number of steps."""
+    model, domain = job.start.model, job.domain
+    if state is None:
+        journal.start()
+    else:
+        journal.load_state(state["journal"], history)
+        progress.note(f"going on after step {journal.last:,}")
+    total = count_steps(domain, schedule)
+    with (
+        float32_weights(model) as journal.dtypes,
+        job.freezing(),
+        progress.bar(f"fine-tuning on {domain.name}", total, "step") as bar,
+    ):
+        own = domain.likelihood(likelihood)
+        trainer = Trainer(model, domain, job.layout, own, job.penalty, schedule, shuffle, bar, journal)
+        steps = trainer.run(None if state is None else state["training"], go_on=not journal.exhausted)
+        if schedule.keeps_best:
+            journal.choose()
+    model.zero_grad(set_to_none=True)
+    model.eval()
+    if journal.dtypes:
+        progress.note("half-precision weights were trained in float32 and are rounded back now")
+        journal.score(schedule.epochs, steps)
+    return steps
+
+
+def _write(
+    job: Setup, schedule: Schedule, journal: Journal, folder: RunFolder, output: Path, steps: int, progress: Progress
+) -> None:
+    """Write the checkpoint, and close the run folder."""
+    start = job.start
+    layers = movements(start.model, journal.start_weights, job.penalty)
+    (save_state_dict if start.checkpoint is None else start.checkpoint.save)(output, start.model, job.record)
+    try:
+        draw_run(folder.path / "figure.png", journal.history, f"Fine-tuning on {job.domain.name}")
+    except StorageError as error:  # the model is there, which is what counts
+        progress.note(str(error))
+    folder.finish(
+        keep_last=schedule.keeps_best and journal.step != journal.last,
+        steps=steps,
+        step=journal.step,
+        seconds=round(journal.elapsed(), 3),
+        before=[asdict(found) for found in journal.before],
+        after=[asdict(found) for found in journal.scores],
+        layers=layers,
+    )
+
+
+def _folder(
+    output: Path, overwrite: bool, earlier: Run | None, options: dict[str, Any], arguments: Mapping[str, Any]
+) -> RunFolder:
+    """Open the run folder: a new one, or that of the run to go on with."""
+    if earlier is not None:
+        return RunFolder.reopen(earlier.path)
+    given = [arguments["model"], arguments["data"], *options["anchors"], *(arguments["eval_on"] or ())]
+    told = all(item is None or isinstance(item, (str, Path)) for item in [*given, *listed(arguments["anchors"])])
+    command = to_command(options, defaults()) if told else None
+    return RunFolder.create(beside(output, ".run"), overwrite, options, command)
+
+
+def _selection(schedule: Schedule, data: Any, scored: Sequence[Domain], chosen: Sequence[Domain]) -> Selection | None:
+    """Return how states are compared, where any option asks for it."""
+    if not schedule.keeps_best and schedule.patience is None:
+        return None
+    return Selection(selecting(data, scored, chosen), schedule.patience)
 
 
 def default_output(model: str | Path | None, anchors: Sequence[str | Path], data: str) -> Path:
@@ -313,8 +382,9 @@ def written_as(start: Opened, output: Path) -> list[Path]:
     return [output] if start.checkpoint is None else start.checkpoint.outputs(output)
 
 
-def _check_output(output: Path, start: Opened, overwrite: bool, inputs: Sequence[object]) -> None:
+def _check_output(output: Path, start: Opened, overwrite: bool, inputs: Sequence[object], earlier: Run | None) -> None:
     """Check the checkpoint's path, and that the run folder beside it takes nothing away."""
+    overwrite = overwrite or earlier is not None  # a run that was stopped may have written it
     kind = start.checkpoint or StateDict
     for path in written_as(start, output):
         check_output(path, overwrite, inputs, folder=kind.format == HuggingFace.format)
@@ -322,50 +392,13 @@ def _check_output(output: Path, start: Opened, overwrite: bool, inputs: Sequence
         start.checkpoint.check_folder(output)
     check_ending(output, kind.format, kind.ending)
     folder = beside(output, ".run")
-    check_run_folder(folder, overwrite)
+    if earlier is None:
+        check_run_folder(folder, overwrite)
     if folder == output:
         raise UsageError(f"the output {output} would stand where its run folder goes. Let it end in .pt, say")
     for source in inputs:
         if isinstance(source, (str, Path)) and folder.resolve() in Path(source).resolve().parents:
             raise StorageError(f"{source} lies in the run folder {folder} of this output. Choose another path")
-
-
-def _search(
-    model: str | Path | nn.Module | None,
-    domain: Domain,
-    watched: Sequence[Domain],
-    anchors: Sequence[Anchor],
-    tolerance: float,
-    options: Mapping[str, Any],
-    progress: Progress,
-) -> Search:
-    """Look for lambda with short runs of `finetune`, each from the start; see `search_lambda`."""
-    if not anchors:
-        raise UsageError("--lambda auto looks for the strength of a penalty, and there is none without --anchors")
-    if not 0 < tolerance < 1:
-        raise UsageError(f"tolerance is {tolerance:g}; expected more than 0 and less than 1")
-    trained, held_out = split(domain, options["seed"])
-    ratios = _strengths("auto", anchors)
-    latest: list[Finetuned] = []
-
-    def run(strength: float | None) -> tuple[Score, Score, Sequence[Score]]:
-        done = finetune(
-            copy.deepcopy(model) if isinstance(model, nn.Module) else model,
-            trained,
-            anchors=anchors,
-            lambdas=[0.0 if strength is None else strength * ratio for ratio in ratios],
-            eval_on=[held_out, *watched],
-            progress=OnlyBars(progress),
-            **options,
-        )
-        latest[:] = [done]
-        return done.before[0], done.after[0], done.after[1:]
-
-    def distance() -> float:
-        (done,) = latest
-        return Penalty(done.model, of_one_head(anchors, done.head), ratios, "gradient", options["lineage"]).value()
-
-    return search_lambda(run, distance, tolerance, progress)
 
 
 def _strengths(lambdas: float | Sequence[float] | Literal["auto"] | None, anchors: Sequence[Anchor]) -> list[float]:
@@ -378,62 +411,18 @@ def _strengths(lambdas: float | Sequence[float] | Literal["auto"] | None, anchor
     return spread_lambdas(lambdas, len(anchors) or 1)[: len(anchors)]
 
 
-def _check_words(optimizer: str, penalty_form: str, lineage: str, head: str, norm_stats: str) -> None:
+def _check_words(penalty_form: str, lineage: str, head: str) -> None:
     for option, value, choices in (
-        ("optimizer", optimizer, OPTIMIZERS),
         ("penalty form", penalty_form, PENALTY_FORMS),
         ("lineage", lineage, LINEAGES),
         ("head", head, HEADS),
-        ("norm stats", norm_stats, NORM_STATS),
     ):
         check_choice(option, value, choices)
 
 
-def _check_numbers(epochs: int, lr: float, batch_size: int, momentum: float, log_every: int) -> None:
-    for name, value, least in (
-        ("epochs", epochs, 0),
-        ("batch size", batch_size, 1),
-        ("log every", log_every, 1),
-    ):
-        if value < least:
-            raise UsageError(f"{name} is {value}; expected at least {least}")
-    if not (math.isfinite(lr) and lr > 0):
-        raise UsageError(f"lr is {lr}; expected a finite number above 0")
-    if not 0 <= momentum < 1:
-        raise UsageError(f"momentum is {momentum}; expected 0 or above, and below 1")
-
-
-def _start(
-    model: str | Path | nn.Module | None,
-    architecture: str | None,
-    trust_pickle: bool,
-    anchors: Sequence[Anchor],
-    domain: Domain,
-    seed: int,
-) -> tuple[Opened, bool]:
-    """Open what the run starts from; also return whether its weights are fresh."""
-    if model is None:
-        if not anchors:
-            raise UsageError("there is nothing to start from; name --anchors, or a --model for plain training")
-        return open_checkpoint(FromAnchor(anchors[-1]), architecture), False
-    if isinstance(model, nn.Module) or is_there(model):
-        return open_model(model, architecture, trust_pickle=trust_pickle), False
-    if not looks_like_architecture(str(model)):
-        raise CheckpointError(f"there is no checkpoint at {model}, and it names no architecture either: {FORMS}")
-    if architecture is not None:
-        raise UsageError(f"--model {model} is an architecture already; --arch says what a checkpoint file holds")
-    return open_fresh(str(model), _sample_shape(domain), domain.count_classes(), seed), True
-
-
-def _sample_shape(domain: Domain) -> tuple[int, ...]:
-    sample = domain.first()
-    if not isinstance(sample, torch.Tensor):
-        raise UsageError(f"{domain.name} has dictionaries of tensors; build the model and pass it as a module")
-    return tuple(sample.shape[1:])
-
-
 def _watched(
     eval_on: Sequence[Any] | Mapping[str, Any] | None,
+    chosen: Sequence[Domain],
     data: Any,
     domain: Domain,
     anchors: Sequence[Anchor],
@@ -441,13 +430,14 @@ def _watched(
     progress: Progress,
     head: Head,
 ) -> list[Domain]:
-    """Return the domains to score: those asked for, else the test split of the new domain."""
+    """Return the domains to score: those asked for, else the test split of the new domain; and those to choose by."""
     if head == "new" and anchors:
         progress.note(
             "domains are scored with the new head; for an old one's: ewc-ft evaluate CHECKPOINT --head ANCHOR"
         )
     if eval_on is not None:
-        return resolve_domains(eval_on, "test", data_dir)
+        found = resolve_domains(eval_on, "test", data_dir)
+        return found + [domain for domain in chosen if domain.name not in {d.name for d in found}]
     found = [resolve_domain(data, "test", data_dir)] if isinstance(data, str) and domain.split is not None else []
     if not found:
         progress.note(f"{domain.name} has no test split, so nothing is scored; --eval names domains to score")
@@ -455,99 +445,4 @@ def _watched(
         progress.note(
             f"only {domain.name} is scored; where old data is at hand, --eval OLD --eval NEW shows what stays"
         )
-    return found
-
-
-def _options(
-    job: Setup,
-    anchors: Sequence[Anchor],
-    strengths: Sequence[float],
-    data_dir: str | Path | None,
-    likelihood: Likelihood,
-    schedule: Schedule,
-) -> dict[str, Any]:
-    """Return what `run.json` says of how the run was set up."""
-    start, domain = job.start, job.domain
-    return {
-        "model": start.label,
-        "checkpoint": {"sha256": start.sha256, "architecture": start.record.architecture},
-        "anchors": [
-            {"file": anchor.label, "sha256": anchor.digest, "lambda": strength}
-            for anchor, strength in zip(anchors, strengths, strict=True)
-        ],
-        "data": {"spec": domain.name, "split": domain.split, "size": domain.size},
-        "eval": [{"spec": d.name, "split": d.split, "size": d.size} for d, _ in job.watched],
-        "data_dir": None if data_dir is None else str(data_dir),
-        "input": job.layout.to_json(),
-        "likelihood": likelihood.name,
-        **asdict(schedule),
-    }
-
-
-def _likelihood(asked: LikelihoodName | None, anchors: Sequence[Anchor], start: Opened) -> str:
-    known = anchors[-1].provenance.likelihood if anchors else asked or start.likelihood
-    if asked is not None and asked != known:
-        raise UsageError(
-            f"likelihood is {asked}, and {anchors[-1].label} was made with {known}; a penalty goes with the loss that "
-            "its curvature is of"
-        )
-    return known
-
-
-def _known(record: Record, anchors: Sequence[Anchor]) -> Record:
-    """Return what is known of the model: one that was passed in knows nothing of its data, but its anchors do."""
-    if anchors and not record.input:
-        origin = anchors[-1].provenance
-        return replace(record, input=origin.input, classes=origin.classes, head=origin.head)
-    return record
-
-
-def _warn_of_overshooting(progress: Progress, penalty: Penalty | None, schedule: Schedule) -> None:
-    """Say it before training if steps along the penalty's gradient cannot converge.
-
-    Gradient descent with momentum m on a quadratic of curvature h is stable up to a learning rate of 2 (1 + m) / h.
-    Adam's steps are no larger than its learning rate whatever the gradient.
-    """
-    if penalty is None or penalty.form != "gradient" or schedule.optimizer != "sgd":
-        return
-    name, largest = penalty.largest_curvature()
-    bound = 2 * (1 + schedule.momentum)
-    if schedule.lr * largest > bound:
-        progress.note(
-            f"this lambda is too large for gradient steps: the largest lambda F, {largest:.3g} in {name}, times the "
-            f"learning rate {schedule.lr:g} is {schedule.lr * largest:.3g}, and beyond {bound:g} each step overshoots "
-            f"further. Use --penalty-form proximal, stable at any lambda, or --lr up to {bound / largest:.2g}"
-        )
-
-
-def _curvature(origin: Provenance) -> str:
-    if origin.curvature == "identity":
-        return "identity"
-    kind = "K-FAC blocks" if origin.curvature == "kfac" else "Fisher"
-    return f"{origin.estimator} {kind} of {origin.samples} samples"
-
-
-def _say(
-    progress: Progress,
-    start: Opened,
-    anchors: Sequence[Anchor],
-    strengths: Sequence[float],
-    penalty: Penalty | None,
-    schedule: Schedule,
-    fresh: bool,
-) -> None:
-    """Tell the user what the run assumes."""
-    progress.note(f"starting from {'fresh weights of ' if fresh else ''}{start.label}")
-    for remark in start.remarks:
-        progress.note(remark)
-    if not anchors and not fresh:
-        progress.note("held by no anchor: plain training, in which the old domain may be lost")
-    for anchor, strength in zip(anchors, strengths, strict=True):
-        origin = anchor.provenance
-        progress.note(f"held by {anchor.label}: {origin.name}, {_curvature(origin)}, lambda {strength:g}")
-    if penalty is not None and penalty.free:
-        progress.note(f"free, since no anchor holds them: {', '.join(penalty.free)}")
-    layers = normalisation_layers(start.model)
-    if layers:
-        progress.note(f"normalisation statistics of {len(layers)} layers: {schedule.norm_stats}")
-    _warn_of_overshooting(progress, penalty, schedule)
+    return found + [domain for domain in chosen if domain.name not in {d.name for d in found}]

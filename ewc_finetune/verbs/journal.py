@@ -1,10 +1,11 @@
-"""What happens in a run of `finetune`: its log, the scores of the watched domains, the last good state."""
+"""What happens in a run of `finetune`: its log, the scores of the watched domains, the states that are kept."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,8 +17,16 @@ from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.layout import Layout
 from ewc_finetune.likelihood import Likelihood
 from ewc_finetune.progress import Progress
-from ewc_finetune.runs import RunFolder
+from ewc_finetune.run_folder import RunFolder
 from ewc_finetune.verbs.evaluate import Score, score
+from ewc_finetune.verbs.selection import Selection
+
+
+class Sink(Protocol):
+    """Where else the log goes."""
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Take one line."""
 
 
 class Journal:
@@ -25,10 +34,13 @@ class Journal:
 
     Attributes:
         history: The lines of the log so far.
-        scores: The latest scores of the watched domains.
+        before: Scores of the watched domains before the first step.
+        scores: Their latest ones.
         dtypes: What half-precision tensors are written as while they are trained in float32.
-        kept: Copy of the last good state, for a module that belongs to the caller.
-        undo: Puts back what was changed of the module itself, as long as no epoch is done.
+        seconds: That earlier parts of the run took.
+        last: The step of the last evaluation.
+        step: That of the state that the model has in the end.
+        start_weights: The parameters before the first step, on the CPU, if they will be asked for.
     """
 
     def __init__(
@@ -40,6 +52,8 @@ class Journal:
         device: torch.device,
         record: Record,
         folder: RunFolder | None,
+        selection: Selection | None,
+        sinks: Sequence[Sink],
         keep: bool,
         progress: Progress,
         undo: Callable[[], None],
@@ -51,18 +65,50 @@ class Journal:
         self.device = device
         self.record = record
         self.folder = folder
+        self.selection = selection
+        self.sinks = sinks
         self.progress = progress
-        self.undo: Callable[[], None] | None = undo
         self.dtypes: dict[str, torch.dtype] = {}
-        self.kept = cpu_copy(model.state_dict()) if keep else None
         self.history: list[dict[str, Any]] = []
+        self.before: list[Score] = []
         self.scores: list[Score] = []
+        self.seconds = 0.0
+        self.step = self.last = 0
+        self.start_weights = cpu_copy(dict(model.named_parameters())) if folder is not None else {}
+        self._undo: Callable[[], None] | None = undo  # of what was changed of the module itself
+        self._kept = cpu_copy(model.state_dict()) if keep else None  # for a module that belongs to the caller
+        self._best: dict[str, torch.Tensor] | None = None
+        self._best_scores: list[Score] = []
+        self._started = time.perf_counter()
+
+    def start(self) -> None:
+        """Score the domains before the first step."""
+        self.before = self.score(0, 0)
+        self._started = time.perf_counter()
+
+    def load_state(self, state: dict[str, Any], history: list[dict[str, Any]]) -> None:
+        """Go on from where a run was stopped."""
+        self._undo = None
+        self.step = self.last = state["step"]
+        self.history = history
+        self.seconds = state["seconds"]
+        scored = [line["scores"] for line in history if "scores" in line]
+        self.before, self.scores = ([Score(**found) for found in line.values()] for line in (scored[0], scored[-1]))
+        if self.selection is not None:
+            self.selection.load_state(state["selection"])
+            self._best_scores = [Score(**found) for found in state["best_scores"]]
+        self._started = time.perf_counter()
 
     def log(self, line: dict[str, Any]) -> None:
         """Take one line of the log."""
         self.history.append(line)
         if self.folder is not None:
             self.folder.log(line)
+        for sink in self.sinks:
+            sink.log(line)
+        if "loss" in line:
+            told = ", ".join(f"{name} {line[name]:.4g}" for name in ("loss", "penalty", "lr"))
+            self.progress.detail(f"step {line['step']:,}: {told}")
 
     def score(self, epoch: int, step: int) -> list[Score]:
         """Score every watched domain, now."""
@@ -75,25 +121,68 @@ class Journal:
             self.progress.note(f"epoch {epoch}: " + ", ".join(f"{s.domain} {s.main}" for s in self.scores))
         return self.scores
 
-    def epoch_done(self, epoch: int, step: int) -> None:
-        """Score the domains and keep the state, which is known to be good."""
-        self.undo = None
+    def evaluate(self, epoch: int, step: int, state: Callable[[], dict[str, Any]]) -> bool:
+        """Score the domains and keep the state, which is known to be good; see `Observer`."""
+        self._undo = None
+        self.step = self.last = step
         self.score(epoch, step)
+        go_on = self._select(step)
         if self.folder is not None:
             save_state_dict(self.folder.last, self.model, self.record, self.dtypes)
-        if self.kept is not None:
-            self.kept = cpu_copy(self.model.state_dict())
+            self.folder.save_state({"training": state(), "journal": self._state()})
+        if self._kept is not None:
+            self._kept = cpu_copy(self.model.state_dict())
+        return go_on
 
-    def stop(self, error: BaseException) -> None:
-        """Close a run that ends early: put a caller's module back to its last good state, say what is left."""
-        if self.kept is not None:
-            self.model.load_state_dict(self.kept)
+    def choose(self) -> None:
+        """Have the model in its best state, if that is not the last one."""
+        if self.selection is None or self.selection.step == self.last:
+            return
+        found = self._best if self.folder is None else torch.load(self.folder.best, weights_only=True)
+        self.model.load_state_dict(found or {})
+        self.scores, self.step = self._best_scores, self.selection.step
+        self.progress.note(f"the best state is that of step {self.selection.step:,}, which is kept")
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the run was stopped early, and is not to go on."""
+        return self.selection is not None and self.selection.exhausted
+
+    def stop(self) -> None:
+        """Put a caller's module back to its last good state."""
+        if self._kept is not None:
+            self.model.load_state_dict(self._kept)
             self.model.zero_grad(set_to_none=True)
             self.model.eval()
-        if self.undo is not None:
-            self.undo()
-        if self.folder is None:
-            return
-        self.folder.stop(f"failed: {error}" if isinstance(error, Exception) else "interrupted")
-        if self.folder.last.exists():
-            self.progress.note(f"the state after the last whole epoch is kept: {self.folder.last}")
+        if self._undo is not None:
+            self._undo()
+
+    def elapsed(self) -> float:
+        """Return the seconds that the run has taken, its evaluations included."""
+        return self.seconds + time.perf_counter() - self._started
+
+    def _select(self, step: int) -> bool:
+        """Keep the state if it is the best so far, and return whether to go on."""
+        if self.selection is None:
+            return True
+        if self.selection.take(self.scores, step):
+            self._best_scores = self.scores
+            if self.folder is not None:
+                save_state_dict(self.folder.best, self.model, self.record, self.dtypes)
+            else:
+                self._best = cpu_copy(self.model.state_dict())
+        if self.selection.exhausted:
+            self.progress.note(
+                f"stopping early, after step {step:,}: {self.selection.patience} evaluations were no better than that "
+                f"of step {self.selection.step:,}"
+            )
+            return False
+        return True
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "step": self.last,
+            "seconds": self.elapsed(),
+            "selection": None if self.selection is None else self.selection.state(),
+            "best_scores": [asdict(found) for found in self._best_scores],
+        }

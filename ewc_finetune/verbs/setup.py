@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from ewc_finetune.anchor import Anchor
 from ewc_finetune.checkpoint.checkpoint import Record
@@ -15,8 +16,10 @@ from ewc_finetune.choices import Head, Lineage, PenaltyForm
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.layout import Layout
 from ewc_finetune.data.preprocessing import preprocessed
+from ewc_finetune.errors import UsageError
 from ewc_finetune.heads import find_head
 from ewc_finetune.likelihood import Likelihood
+from ewc_finetune.patterns import matching
 from ewc_finetune.penalty import Penalty
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.stack import lineage_of, of_one_head, remarks
@@ -34,6 +37,7 @@ class Setup:
         layout: How its samples go into the model.
         watched: The domains to score, likewise.
         penalty: Of the anchors; None without any.
+        frozen: Parameters that this run alone does not train.
         record: What is to be known of the model that is written.
     """
 
@@ -42,7 +46,19 @@ class Setup:
     layout: Layout
     watched: list[tuple[Domain, Layout]]
     penalty: Penalty | None
+    frozen: tuple[nn.Parameter, ...]
     record: Record
+
+    @contextlib.contextmanager
+    def freezing(self) -> Iterator[None]:
+        """Leave the frozen parameters without gradient inside the block."""
+        for parameter in self.frozen:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in self.frozen:
+                parameter.requires_grad_(True)
 
 
 def set_up(
@@ -57,6 +73,7 @@ def set_up(
     penalty_form: PenaltyForm,
     lineage: Lineage,
     head: Head,
+    freeze: Sequence[str],
     seed: int,
     written: bool,
     undoing: contextlib.ExitStack,
@@ -75,6 +92,7 @@ def set_up(
         penalty_form: See `finetune`.
         lineage: Likewise.
         head: Likewise.
+        freeze: Likewise.
         seed: Of a new head.
         written: Whether the model will be written to a file.
         undoing: Told how to put a changed head back.
@@ -99,7 +117,9 @@ def set_up(
     watched = [(d, prepare(start.model, d, d.likelihood(likelihood), device, known, Silent())) for d in presented]
     held = of_one_head(anchors, known.head)
     growing = head_names(old) if head == "expand" else ()
-    penalty = Penalty(start.model, held, strengths, penalty_form, lineage, growing=growing) if anchors else None
+    job = Setup(start, domain, layout, watched, None, _frozen(start.model, freeze), known)
+    with job.freezing():
+        penalty = Penalty(start.model, held, strengths, penalty_form, lineage, growing=growing) if anchors else None
     record = Record(
         architecture=known.architecture,
         input=layout.to_json(),
@@ -108,4 +128,12 @@ def set_up(
         lineage=known.lineage + [e for e in lineage_of(anchors, strengths) if e not in known.lineage],
         frozen=known.frozen,
     )
-    return Setup(start, domain, layout, watched, penalty, record)
+    return replace(job, penalty=penalty, record=record)
+
+
+def _frozen(model: nn.Module, patterns: Sequence[str]) -> tuple[nn.Parameter, ...]:
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    names = {name for pattern in patterns for name in matching(list(trained), pattern, "--freeze")}
+    if trained and len(names) == len(trained):
+        raise UsageError("no parameter is left to train: all are frozen")
+    return tuple(p for name, p in trained.items() if name in names)

@@ -1,0 +1,68 @@
+"""Options from a file, or from a run that is to go on; what the command line says comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from ewc_finetune.errors import EwcError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Not said by a file: what is done with the command rather than in the run.
+_NEVER = {"config", "resume", "help", "dry-run", "quiet", "verbose", "json", "debug"}
+
+
+def config_option(function: F) -> F:
+    """Add `--config`."""
+    return click.option(
+        "--config",
+        type=click.Path(),
+        metavar="FILE",
+        is_eager=True,
+        expose_value=False,
+        callback=_configured,
+        help="Take options from a TOML file (lambda = 100), a run folder or its run.json; those given here win.",
+    )(function)
+
+
+def resumed(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Take the options of a run that is to go on."""
+    if value is not None:
+        _take(context, Path(value))
+    return value
+
+
+def _configured(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        _take(context, Path(value))
+
+
+def _take(context: click.Context, path: Path) -> None:
+    """Make what a file says the defaults of this command."""
+    from ewc_finetune.config import read_config
+
+    options = {_name(option): option for option in context.command.params if _name(option) not in _NEVER}
+    try:
+        found = read_config(path, options)
+    except EwcError as error:
+        click.echo(f"Error: {error}", err=True)
+        context.exit(error.exit_code)
+    known: dict[str, Any] = {}
+    for name, value in found.items():
+        option = options[name]
+        many = isinstance(option, click.Option) and option.multiple
+        known[option.name or name] = value if not many or isinstance(value, list) else [value]
+    _merge(context, known)
+
+
+def _merge(context: click.Context, known: Mapping[str, Any]) -> None:
+    context.default_map = {**(context.default_map or {}), **known}
+
+
+def _name(option: click.Parameter) -> str:
+    """Return the long name of an option, without its dashes."""
+    return max(option.opts, key=len).lstrip("-")

@@ -1,0 +1,162 @@
+"""How a fine-tune is trained: how long, how fast, in what precision, and when it is looked at."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypedDict
+
+from ewc_finetune.choices import (
+    AMPS,
+    DECAYS,
+    KEEPS,
+    NORM_STATS,
+    OPTIMIZERS,
+    Amp,
+    Decay,
+    Keep,
+    NormStats,
+    OptimizerName,
+    check_choice,
+)
+from ewc_finetune.errors import UsageError
+
+
+class Training(TypedDict, total=False):
+    """The options of `finetune` that say how to train; see `Schedule`, which has their defaults."""
+
+    epochs: int
+    lr: float
+    batch_size: int
+    optimizer: OptimizerName
+    momentum: float
+    weight_decay: float | None
+    accumulate: int
+    clip: float | None
+    warmup: float
+    decay: Decay
+    amp: Amp | None
+    compile: bool
+    norm_stats: NormStats | None
+    workers: int
+    eval_every: int | None
+    patience: int | None
+    keep: Keep | None
+    log_every: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How to train.
+
+    Attributes:
+        epochs: Walks through the data; 0 trains nothing.
+        lr: Learning rate.
+        batch_size: Samples at once.
+        optimizer: `sgd` (with `momentum`), `adam` or `adamw`; otherwise torch's defaults.
+        momentum: Of `sgd` alone.
+        weight_decay: The optimizer's, on every trained parameter; 0 unless given, for `adamw` 0.01 as in torch.
+        accumulate: Batches to a step. Every sample counts alike, so n batches are as one that is n times as large.
+        clip: Largest norm of the gradient of a step, that of the penalty in its gradient form included.
+        warmup: Steps in which the learning rate rises from 0, in a straight line; below 1 a share of all steps.
+        decay: What it does after that: stay `constant`, or fall to 0 at the last step in a straight line (`linear`) or
+            by half a cosine (`cosine`).
+        amp: Compute in half precision where that is safe (`torch.autocast`): `bf16`, or `fp16` with its gradients
+            scaled. Weights stay in float32, and so do scores.
+        compile: Whether to train through `torch.compile`.
+        norm_stats: Whether normalisation statistics stay as they are (`frozen`) or follow the new data (`update`);
+            unless given frozen, but update for fresh weights, whose statistics nothing has filled yet.
+        workers: Processes that read samples ahead; of no use for data that is in memory.
+        eval_every: Steps from one evaluation to the next; one after each epoch unless given. The last step has one.
+        patience: Stop after so many evaluations that were no better than the best.
+        keep: Which state is written at the end: the `last`, or the `best` of all evaluations; the last unless given,
+            and the best where there is `patience`.
+        log_every: Steps between two lines of the log; the first step has one too.
+
+    Raises:
+        UsageError: naming the option, its value and what is expected.
+    """
+
+    epochs: int = 4
+    lr: float = 1e-4
+    batch_size: int = 100
+    optimizer: OptimizerName = "adam"
+    momentum: float = 0.9
+    weight_decay: float | None = None
+    accumulate: int = 1
+    clip: float | None = None
+    warmup: float = 0.0
+    decay: Decay = "constant"
+    amp: Amp | None = None
+    compile: bool = False
+    norm_stats: NormStats | None = None
+    workers: int = 0
+    eval_every: int | None = None
+    patience: int | None = None
+    keep: Keep | None = None
+    log_every: int = 50
+
+    def __post_init__(self) -> None:
+        for name, least in _COUNTS.items():
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < least):
+                raise UsageError(f"{_spoken(name)} is {value}; expected a whole number, at least {least}")
+        for name in ("lr", "clip"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise UsageError(f"{name} is {value}; expected a finite number above 0")
+        for name in ("weight_decay", "warmup"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise UsageError(f"{_spoken(name)} is {value}; expected a finite number, 0 or above")
+        if self.warmup >= 1 and self.warmup != int(self.warmup):
+            raise UsageError(f"warmup is {self.warmup}; expected a share below 1, or a whole number of steps")
+        if not 0 <= self.momentum < 1:
+            raise UsageError(f"momentum is {self.momentum}; expected 0 or above, and below 1")
+        for name, choices in _WORDS.items():
+            value = getattr(self, name)
+            if value is not None:
+                check_choice(_spoken(name), value, choices)
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the state with the best score is written at the end."""
+        return self.keep == "best" or (self.keep is None and self.patience is not None)
+
+    @property
+    def varies(self) -> bool:
+        """Whether the learning rate changes from step to step."""
+        return self.decay != "constant" or self.warmup > 0
+
+    @property
+    def needs_total(self) -> bool:
+        """Whether the learning rate depends on how many steps there will be."""
+        return self.decay != "constant" or 0 < self.warmup < 1
+
+    def count_steps(self, batches: int | None) -> int | None:
+        """Return how many steps there will be for so many batches an epoch."""
+        return None if batches is None else self.epochs * -(-batches // self.accumulate)
+
+    def rate(self, step: int, total: int | None) -> float:
+        """Return the learning rate of a step, counted from 1.
+
+        Args:
+            step: Which.
+            total: How many there will be, see `needs_total`.
+        """
+        steps = total or 1
+        warmup = round(self.warmup * steps) if self.warmup < 1 else int(self.warmup)
+        if step <= warmup:
+            return self.lr * step / warmup
+        if self.decay == "constant":
+            return self.lr
+        done = min(1.0, (step - 1 - warmup) / max(1, steps - warmup))
+        return self.lr * (1 - done if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done)))
+
+
+_COUNTS = {"epochs": 0, "batch_size": 1, "accumulate": 1, "workers": 0, "eval_every": 1, "patience": 1, "log_every": 1}
+_WORDS = {"optimizer": OPTIMIZERS, "decay": DECAYS, "amp": AMPS, "norm_stats": NORM_STATS, "keep": KEEPS}
+
+
+def _spoken(name: str) -> str:
+    return name.replace("_", " ")
