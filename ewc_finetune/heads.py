@@ -104,10 +104,9 @@ def head_of(anchor: Anchor, model: nn.Module) -> nn.Linear:
 
 @contextlib.contextmanager
 def head_in_place(model: nn.Module, layer: nn.Linear) -> Iterator[None]:
-    """Have the layer in the place of the model's head inside the block, on its device and in its dtype."""
+    """Have a copy of the layer in the place of the model's head inside the block, on its device and in its dtype."""
     name, head = find_head(model)
-    layer.to(head.weight)
-    model.set_submodule(name, layer)
+    model.set_submodule(name, copy.deepcopy(layer).to(head.weight))
     try:
         yield
     finally:
