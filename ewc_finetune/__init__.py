@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ewc_finetune.curvature.rules import register_rule
     from ewc_finetune.errors import EwcError
     from ewc_finetune.penalty import Penalty
+    from ewc_finetune.probe import Retention, measure
+    from ewc_finetune.probe_file import Probe
     from ewc_finetune.provenance import Provenance
     from ewc_finetune.verbs.consolidate import consolidate
     from ewc_finetune.verbs.dry_run import Estimate, dry_run
@@ -39,7 +41,9 @@ __all__ = [
     "Finetuned",
     "Inspection",
     "Penalty",
+    "Probe",
     "Provenance",
+    "Retention",
     "Score",
     "__version__",
     "check_rule",
@@ -49,6 +53,7 @@ __all__ = [
     "evaluate",
     "finetune",
     "inspect",
+    "measure",
     "merge",
     "register_rule",
 ]
@@ -60,7 +65,9 @@ _HOMES = {
     "Finetuned": "verbs.finetune",
     "Inspection": "verbs.inspect",
     "Penalty": "penalty",
+    "Probe": "probe_file",
     "Provenance": "provenance",
+    "Retention": "probe",
     "Score": "verbs.evaluate",
     "check_rule": "curvature.check",
     "consolidate": "verbs.consolidate",
@@ -69,6 +76,7 @@ _HOMES = {
     "evaluate": "verbs.evaluate",
     "finetune": "verbs.finetune",
     "inspect": "verbs.inspect",
+    "measure": "probe",
     "merge": "verbs.merge",
     "register_rule": "curvature.rules",
 }

@@ -84,3 +84,19 @@ class Active(Likelihood):
     def predict(self, outputs: Tensor) -> Tensor:
         """See `Likelihood`."""
         return self.outputs.to(outputs.device)[self.inner.predict(self._take(outputs))]
+
+    def answers(self, outputs: Tensor) -> Tensor:
+        """See `Likelihood`: those of the outputs that count."""
+        return self.inner.answers(self._take(outputs))
+
+    def divergence(self, answers: Tensor, outputs: Tensor) -> Tensor:
+        """See `Likelihood`."""
+        return self.inner.divergence(answers, self._take(outputs))
+
+    def unchanged(self, answers: Tensor, outputs: Tensor) -> Tensor | None:
+        """See `Likelihood`."""
+        return self.inner.unchanged(answers, self._take(outputs))
+
+    def comparable(self, answers: Tensor, outputs: Tensor) -> bool:
+        """See `Likelihood`."""
+        return len(self.outputs) == answers.shape[-1] and int(self.outputs[-1]) < outputs.shape[-1]

@@ -2,15 +2,15 @@
 
 A safetensors file, format version 1. Tensors: `fisher.<parameter>` (float32), `anchor.<parameter>` and
 `buffer.<name>` (as in the checkpoint), and `kfac.<layer>...` (see `block_file`). A parameter that is in none of
-`fisher.` and `kfac.` is free. Metadata, text to text: `format`, `format_version`, and `anchor`, a JSON document with
-the fields of `Provenance`.
+`fisher.` and `kfac.` is free. If there are probes, `probe.<n>...` too (see `probe_file`). Metadata, text to text:
+`format`, `format_version`, and `anchor`, a JSON document with the fields of `Provenance`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,6 +31,9 @@ from ewc_finetune.block_file import (
 from ewc_finetune.errors import AnchorError, NonFiniteError
 from ewc_finetune.files import atomic_write, sha256
 from ewc_finetune.kronecker import Block
+from ewc_finetune.probe_file import Probe, ProbeFile, check_probe
+from ewc_finetune.probe_file import records_of as records_of_probes
+from ewc_finetune.probe_file import to_tensors as probes_to_tensors
 from ewc_finetune.provenance import Provenance, read_provenance
 from ewc_finetune.tensor_file import TensorFile, opened, shapes_of, write_tensors
 
@@ -51,6 +54,7 @@ class Anchor:
         digest: SHA-256 of that file.
         remarks: What a reader should know of the file: keys of a later tool that were ignored.
         blocks: Kronecker-factored blocks of the layers that it holds as wholes, by the layer's name.
+        probes: Inputs of the domain as they are, with the model's answers to them; none unless they were asked for.
     """
 
     weights: Mapping[str, Tensor]
@@ -61,6 +65,7 @@ class Anchor:
     digest: str | None = None
     remarks: tuple[str, ...] = ()
     blocks: Mapping[str, Block] = field(default_factory=dict)
+    probes: Sequence[Probe] = ()
 
     @property
     def label(self) -> str:
@@ -88,6 +93,10 @@ class Anchor:
             blocks = {layer: block for layer, block in self.blocks.items() if layer not in gone}
         return replace(self, fisher=fisher, blocks=blocks)
 
+    def without_probes(self) -> Anchor:
+        """Return the anchor without any sample of the data, to be shared with those who may not have them."""
+        return replace(self, probes=(), provenance=replace(self.provenance, probes=[]))
+
     def save(self, path: str | Path) -> Anchor:
         """Write the anchor as one safetensors file and return it with `path` and `digest` set.
 
@@ -108,11 +117,14 @@ class Anchor:
         tensors |= {f"anchor.{name}": value for name, value in self.weights.items()}
         tensors |= {f"buffer.{name}": value for name, value in self.buffers.items()}
         tensors |= {f"kfac.{name}": value for name, value in to_tensors(self.blocks).items()}
-        provenance = replace(self.provenance, kfac=list(records_of(self.blocks).values()))
+        tensors |= {f"probe.{name}": value for name, value in probes_to_tensors(self.probes).items()}
+        provenance = replace(
+            self.provenance, kfac=list(records_of(self.blocks).values()), probes=records_of_probes(self.probes)
+        )
         metadata = {
             "format": FORMAT,
             "format_version": str(FORMAT_VERSION),
-            "anchor": json.dumps(asdict(provenance), sort_keys=True),
+            "anchor": json.dumps(provenance.to_json(), sort_keys=True),
         }
         write_tensors(temporary, path, tensors, metadata)
         return replace(self, provenance=provenance, path=path, digest=sha256(temporary))
@@ -132,6 +144,7 @@ class Anchor:
             fisher=dict(anchor.fisher),
             buffers=dict(anchor.buffers),
             blocks=dict(anchor.blocks),
+            probes=tuple(anchor.probes),
         )
         _check_not_zero(whole)
         return whole
@@ -155,7 +168,9 @@ class Anchor:
         if not path.is_file():
             raise AnchorError(f"there is no anchor at {path}. `ewc-ft consolidate` makes one from a checkpoint")
         _check_is_safetensors(path)
-        shapes: dict[str, dict[str, torch.Size]] = {"fisher": {}, "anchor": {}, "buffer": {}, "kfac": {}}
+        shapes: dict[str, dict[str, torch.Size]] = {
+            group: {} for group in ("fisher", "anchor", "buffer", "kfac", "probe")
+        }
         with opened(path) as file:
             metadata = file.metadata() or {}
             _check_format(metadata, path)
@@ -168,6 +183,7 @@ class Anchor:
                     unknown.append(key)
         factors = TensorFile(path, "kfac.", shapes["kfac"], lambda n, t: check_factor(n, t, str(path)))
         records = {record["layer"]: record for record in provenance.kfac}
+        probed = TensorFile(path, "probe.", shapes["probe"], lambda n, t: None)  # which are checked together
         anchor = cls(
             weights=TensorFile(path, "anchor.", shapes["anchor"], lambda n, t: check_weight(n, t, f"{path}: anchor.")),
             fisher=TensorFile(path, "fisher.", shapes["fisher"], lambda n, t: check_fisher(n, t, str(path))),
@@ -177,6 +193,7 @@ class Anchor:
             digest=sha256(path) if digest else None,
             remarks=(f"{path}: ignored what this version does not know: {', '.join(unknown)}",) if unknown else (),
             blocks=BlockFile(factors, records, str(path)),
+            probes=ProbeFile(probed, provenance.probes, str(path)),
         )
         unclaimed = [key for key in factors if key not in keys_of(factors, records)]
         if unclaimed:
@@ -197,6 +214,8 @@ def validate(anchor: Anchor) -> None:
         check_fisher(name, fisher, anchor.label)
     for block in anchor.blocks.values():
         check_block(block, anchor.label)
+    for number, probe in enumerate(anchor.probes):
+        check_probe(probe, f"{anchor.label}: probe.{number}")
     check_weights(anchor.weights, f"{anchor.label}: anchor.")
     check_buffers(anchor.buffers, f"{anchor.label}: buffer.")
     _check_not_zero(anchor)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -68,6 +70,18 @@ def with_head_of(model: nn.Module, anchor: Anchor) -> nn.Module:
     """Return a copy of the model whose head is the anchor's.
 
     Raises:
+        AnchorMismatchError: see `head_of`.
+    """
+    layer = head_of(anchor, model)
+    changed = copy.deepcopy(model)
+    changed.set_submodule(find_head(model)[0], layer)
+    return changed
+
+
+def head_of(anchor: Anchor, model: nn.Module) -> nn.Linear:
+    """Return the anchor's head as a layer that can take the place of the model's.
+
+    Raises:
         AnchorMismatchError: if the anchor has no such layer, or one for other inputs.
     """
     name, head = find_head(model)
@@ -78,11 +92,22 @@ def with_head_of(model: nn.Module, anchor: Anchor) -> nn.Module:
             f"the model's head is {name} {tuple(head.weight.shape)}, and {anchor.label} has {found}. Name the anchor "
             "that the model was fine-tuned under"
         )
-    changed = copy.deepcopy(model)
-    layer = nn.Linear(head.in_features, len(weight), bias is not None, head.weight.device, head.weight.dtype)
+    # Made without numbers, it takes none from torch's random state.
+    layer = nn.Linear(head.in_features, len(weight), bias is not None, "meta", head.weight.dtype)
+    layer.to_empty(device=head.weight.device)
     with torch.no_grad():
         layer.weight.copy_(weight)
         if bias is not None:
             layer.bias.copy_(bias)
-    changed.set_submodule(name, layer.train(head.training))
-    return changed
+    return layer.train(head.training)
+
+
+@contextlib.contextmanager
+def head_in_place(model: nn.Module, layer: nn.Linear) -> Iterator[None]:
+    """Have a copy of the layer in the place of the model's head inside the block, on its device and in its dtype."""
+    name, head = find_head(model)
+    model.set_submodule(name, copy.deepcopy(layer).to(head.weight))
+    try:
+        yield
+    finally:
+        model.set_submodule(name, head)

@@ -23,6 +23,7 @@ from ewc_finetune.factors import Factors, diagonal_factors, softmax_factors
 from ewc_finetune.precision import wide
 
 IGNORED = -100  # the label of a token that doesn't count, as in torch's cross-entropy
+_LARGEST = torch.finfo(torch.float16).max
 
 
 class Likelihood(ABC):
@@ -31,10 +32,12 @@ class Likelihood(ABC):
     Attributes:
         name: As on the command line.
         metric: What `right` counts, for people: None where nothing is right or wrong.
+        kept: The dtype in which `answers` are kept.
     """
 
     name: str
     metric: str | None = "accuracy"
+    kept: torch.dtype = torch.float16
 
     @abstractmethod
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -74,6 +77,33 @@ class Likelihood(ABC):
 
         Sample n's draw depends on those before it, not on how samples are batched.
         """
+
+    @abstractmethod
+    def answers(self, outputs: Tensor) -> Tensor:
+        """Return what says p(y | outputs) and stays finite in the dtype `kept`; `outputs` are float32 or wider.
+
+        NaN stays NaN. The first dimension is samples, or the tokens of any samples.
+        """
+
+    @abstractmethod
+    def divergence(self, answers: Tensor, outputs: Tensor) -> Tensor:
+        """Return the Kullback-Leibler divergence KL(p || q) in nats for each row, summed over its answers.
+
+        Args:
+            answers: What is kept of p, in float64; see `answers`.
+            outputs: The outputs that say q, in float64, which `comparable` has found to go with them.
+        """
+
+    def unchanged(self, answers: Tensor, outputs: Tensor) -> Tensor | None:
+        """Return for each row the share of its answers, 0 to 1, whose most likely value is still one for `answers`.
+
+        None where there is no most likely value to compare.
+        """
+        return None
+
+    def comparable(self, answers: Tensor, outputs: Tensor) -> bool:
+        """Whether the outputs are of as many answers as are kept; both have the batch or tokens in front."""
+        return answers.shape[1:] == outputs.shape[1:]
 
     def count_tokens(self, targets: Tensor) -> int | None:
         """Return how many tokens these targets are of; None where a sample is no sequence of tokens."""
@@ -190,6 +220,27 @@ class Categorical(Likelihood):
     def predict(self, outputs: Tensor) -> Tensor:
         """Return the class of the largest logit."""
         return outputs.argmax(dim=-1)
+
+    def answers(self, outputs: Tensor) -> Tensor:
+        """Return log p up to a constant, which is 0 for the likeliest class: half precision is finest there."""
+        return (outputs - outputs.amax(dim=-1, keepdim=True)).clamp(min=-_LARGEST)
+
+    def divergence(self, answers: Tensor, outputs: Tensor) -> Tensor:
+        """`sum_y p (log p - log q)` over the classes that p knows; classes that came later have a part in q alone."""
+        p = answers.log_softmax(dim=-1)
+        q = self.answers(outputs).log_softmax(dim=-1)[..., : answers.shape[-1]]
+        return (p.exp() * (p - q)).sum(dim=-1).clamp(min=0)
+
+    def unchanged(self, answers: Tensor, outputs: Tensor) -> Tensor:
+        """Whether the largest logit is of a class that no other was likelier than."""
+        best = outputs.argmax(dim=-1, keepdim=True)
+        known = best < answers.shape[-1]
+        as_likely = answers.gather(-1, best.where(known, 0)) == answers.amax(dim=-1, keepdim=True)
+        return (known & as_likely)[..., 0].to(answers)
+
+    def comparable(self, answers: Tensor, outputs: Tensor) -> bool:
+        """Whether there are logits for all the classes that are kept."""
+        return outputs.ndim == 2 and outputs.shape[1] >= answers.shape[1]
 
 
 class PerToken(Categorical):
@@ -315,12 +366,29 @@ class Bernoulli(Likelihood):
         """Return the more likely answers."""
         return (outputs > 0).to(outputs)
 
+    def answers(self, outputs: Tensor) -> Tensor:
+        """Return the logits, which say log p and log(1 - p) alike."""
+        return outputs.clamp(-_LARGEST, _LARGEST)
+
+    def divergence(self, answers: Tensor, outputs: Tensor) -> Tensor:
+        """`p (log p - log q) + (1 - p) (log(1 - p) - log(1 - q))`, summed over the answers."""
+        a, b = answers, self.answers(outputs)
+        yes = a.sigmoid() * (functional.logsigmoid(a) - functional.logsigmoid(b))
+        no = (-a).sigmoid() * (functional.logsigmoid(-a) - functional.logsigmoid(-b))
+        return (yes + no).reshape(len(a), -1).sum(dim=1).clamp(min=0)
+
+    def unchanged(self, answers: Tensor, outputs: Tensor) -> Tensor:
+        """Return the share of answers on the same side; one that was on neither may be on any."""
+        same = (answers == 0) | ((answers > 0) == (outputs > 0))
+        return same.reshape(len(same), -1).to(answers).mean(dim=1)
+
 
 class Gaussian(Likelihood):
     """Regression with unit variance: outputs of any shape are means, targets have that shape."""
 
     name = "gaussian"
     metric = None
+    kept = torch.float32  # half precision would be too coarse for means that are large beside the unit variance
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Half the squared error, summed over a sample's outputs, and the constant `log(2 pi) / 2` for each."""
@@ -353,6 +421,14 @@ class Gaussian(Likelihood):
         uniform = torch.rand(outputs.shape, generator=generator, dtype=torch.float64)
         normal: Tensor = torch.special.ndtri(uniform.clamp(min=1e-300))
         return outputs + normal.to(outputs)
+
+    def answers(self, outputs: Tensor) -> Tensor:
+        """Return the means."""
+        return outputs
+
+    def divergence(self, answers: Tensor, outputs: Tensor) -> Tensor:
+        """Half the squared distance of the means."""
+        return 0.5 * (answers - outputs).reshape(len(answers), -1).square().sum(dim=1)
 
 
 def _check_real(name: str, outputs: Tensor, where: str) -> None:

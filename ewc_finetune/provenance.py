@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ewc_finetune.choices import CURVATURES, KNOWN_ESTIMATORS
+from ewc_finetune.choices import CURVATURES, KNOWN_ESTIMATORS, LIKELIHOODS
 from ewc_finetune.errors import AnchorError
 
 
@@ -51,6 +51,8 @@ class Provenance:
         scores: The checkpoint's own `loss` and `accuracy` on the data of the Fisher.
         input: How samples are presented to the model (`Layout`), for whoever uses the anchor next.
         classes: Names of the classes, where they are known.
+        probes: Of each probe in the file (`probe_file.Probe`): the `data` and `split` that its inputs are of, how many
+            `samples`, their `likelihood`, `layout` and `active` outputs (None: all), and the `seed` of their choice.
     """
 
     name: str
@@ -79,6 +81,14 @@ class Provenance:
     scores: dict[str, float] = field(default_factory=dict)
     input: dict[str, Any] = field(default_factory=dict)
     classes: list[str] | None = None
+    probes: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document: an anchor without probes has the one that it had before there were any."""
+        document = asdict(self)
+        if not self.probes:
+            del document["probes"]
+        return document
 
 
 def read_provenance(text: str | None, path: Path) -> tuple[Provenance, list[str]]:
@@ -175,6 +185,39 @@ def _is_input(value: Any) -> bool:
     )
 
 
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_count, value))
+
+
+def _is_layout(value: Any) -> bool:
+    names = value.get("names") if isinstance(value, dict) else None
+    return (
+        isinstance(value, dict)
+        and _is_shape(value.get("shape"))
+        and isinstance(value.get("flat"), bool)
+        and isinstance(value.get("bytes_to_unit"), bool)
+        and (names is None or (isinstance(names, dict) and all(map(_is_shape, names.values()))))
+    )
+
+
+def _is_active(value: Any) -> bool:
+    return value is None or (_is_shape(value) and bool(value) and value == sorted(set(value)))
+
+
+def _is_probes(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(probe, dict)
+        and _is_text(probe.get("data"))
+        and _is_text_or_none(probe.get("split", 0))
+        and _is_count(probe.get("samples"))
+        and probe.get("likelihood") in LIKELIHOODS
+        and _is_layout(probe.get("layout"))
+        and _is_active(probe.get("active", 0))
+        and _is_number(probe.get("seed"))
+        for probe in value
+    )
+
+
 def _is_error(value: Any) -> bool:
     def known(number: Any) -> bool:
         return number is None or _is_number(number)
@@ -216,4 +259,9 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "scores": (_is_dict_of(_is_number), "an object of numbers"),
     "input": (_is_input, "an object with a shape"),
     "classes": (lambda v: v is None or _is_texts(v), "a list of names"),
+    "probes": (
+        _is_probes,
+        f"a list of objects, each with data, split, samples, a likelihood ({', '.join(LIKELIHOODS)}), layout, active "
+        "and seed",
+    ),
 }

@@ -88,11 +88,19 @@ def _samples(text: str) -> int | str:
 )
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Leave these parameters free; repeatable.")
 @click.option(
+    "--probe",
+    type=click.IntRange(0),
+    metavar="N",
+    default=0,
+    help="Keep N inputs as they are in the anchor, with the model's answers: finetune then says what it keeps of them. "
+    "Whoever has the anchor has these inputs.  [default: none]",
+)
+@click.option(
     "--seed",
     type=click.IntRange(0, 2**63 - 1),
     default=0,
     show_default=True,
-    help="Of the subset and the sampled labels.",
+    help="Of the subset, the sampled labels and the probe.",
 )
 @dry_run_option
 @trust_option

@@ -52,6 +52,12 @@ if TYPE_CHECKING:
     help="What stands for a sum of K-FAC blocks: the block of the weighted sums of their factors, or the nearest one.",
 )
 @storage_options
+@click.option(
+    "--probes/--no-probes",
+    default=True,
+    show_default=True,
+    help="Keep the samples of data that are in the anchors; without them, an anchor may be shared with anybody.",
+)
 @click.option("--name", help="What to call the merged anchor.  [default: the names, joined by +]")
 @click.option(
     "--checkpoint",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -62,6 +62,17 @@ class Layout:
         else:
             document["names"] = {name: list(shape) for name, shape in self.names.items()}
         return document
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> Layout:
+        """Return the layout of which `to_json` made this."""
+        names = document.get("names")
+        return cls(
+            shape=tuple(document["shape"]),
+            flat=document["flat"],
+            bytes_to_unit=document["bytes_to_unit"],
+            names=None if names is None else {name: tuple(shape) for name, shape in names.items()},
+        )
 
 
 def find_layout(

@@ -36,7 +36,7 @@ from ewc_finetune.choices import (
 from ewc_finetune.curvature.fisher import Fisher, compute_fisher
 from ewc_finetune.curvature.importance import importance_by_layer
 from ewc_finetune.data.domain import Batch, Domain, Fingerprint
-from ewc_finetune.data.layout import feed
+from ewc_finetune.data.layout import Layout, feed
 from ewc_finetune.data.preprocessing import preprocessed
 from ewc_finetune.data.sources import resolve_domain
 from ewc_finetune.devices import choose_device, on_device, random_state_kept
@@ -44,8 +44,10 @@ from ewc_finetune.errors import UsageError
 from ewc_finetune.files import beside, check_output
 from ewc_finetune.inputs import count, take
 from ewc_finetune.kronecker import Rank, check_rank
-from ewc_finetune.likelihood import get_likelihood
+from ewc_finetune.likelihood import Likelihood, get_likelihood
 from ewc_finetune.modes import normalisation_layers
+from ewc_finetune.probe import take_probe
+from ewc_finetune.probe_file import Probe, describe
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.provenance import Provenance
 from ewc_finetune.verbs.dry_run import Estimate, estimate_consolidation, first_batches
@@ -75,6 +77,7 @@ def consolidate(
     exclude: Sequence[str] = (),
     lineage: Sequence[dict[str, Any]] | None = None,
     head: dict[str, Any] | None = None,
+    probe: int = 0,
     device: str = "auto",
     seed: int = 0,
     data_dir: str | Path | None = None,
@@ -116,8 +119,10 @@ def consolidate(
         exclude: Patterns (`head.*`) of parameters to leave free.
         lineage: Anchors that a module was already trained under (`Finetuned.lineage`); a file carries its own.
         head: Of a module that was given a new last layer (`Finetuned.head`); likewise.
+        probe: Keep so many inputs as they are in the anchor, with the model's answers to them, by which `finetune` says
+            what is kept of them while it trains. Whoever has the anchor has them; none unless given.
         device: `auto`, `cpu`, `cuda` or `mps`.
-        seed: Of the subset and of the labels of `sampled`.
+        seed: Of the subset, of the labels of `sampled` and of the inputs that are kept.
         data_dir: Where downloaded data lies.
         output: File to save the anchor to; not saved unless given.
         overwrite: Whether an existing file may be replaced.
@@ -138,6 +143,8 @@ def consolidate(
     check_choice("estimator", estimator, ESTIMATORS)
     _check_kfac(curvature, kfac_form, kfac_rank, kfac_dtype)
     _check_sampling(curvature, estimator, draws, samples, rtol)
+    if type(probe) is not int or probe < 0:
+        raise UsageError(f"probe is {probe}; expected a whole number of inputs to keep, 0 for none")
     if samples != "auto" and rtol != DEFAULT_RTOL:
         progress.note(f"rtol {rtol:g} does nothing without samples auto")
     if batch_size < 1:
@@ -167,6 +174,7 @@ def consolidate(
         prepared = time.perf_counter() - start
         chosen = _subset(domain, limit, seed)
         layout = prepare(opened.model, domain, rule, where, opened.record, progress)
+        probes = _probes(opened.model, domain, layout, rule, probe, seed, where, progress)
         parameters = {n: p for n, p in opened.model.named_parameters() if n not in excluded}
         take_fisher = partial(
             compute_fisher,
@@ -241,9 +249,32 @@ def consolidate(
             buffers=cpu_copy(_persistent_buffers(opened.model)),
             provenance=provenance,
             blocks=blocks,
+            probes=probes,
         )
     validate(anchor)
     return anchor if output is None else anchor.save(output)
+
+
+def _probes(
+    model: nn.Module,
+    domain: Domain,
+    layout: Layout,
+    likelihood: Likelihood,
+    n: int,
+    seed: int,
+    device: torch.device,
+    progress: Progress,
+) -> tuple[Probe, ...]:
+    """Take the probe that is asked for, and say what that means."""
+    if n == 0:
+        return ()
+    found = take_probe(model, domain, layout, likelihood, n, seed, device)
+    if found.samples < n:
+        progress.note(
+            f"{domain.name} has {found.samples:,} samples, and all are kept: fewer than the {n:,} of the probe"
+        )
+    progress.note(f"the anchor holds {describe(found.record, found.bytes)}: whoever has the anchor has them")
+    return (found,)
 
 
 def _name_of(domain: Domain) -> str:

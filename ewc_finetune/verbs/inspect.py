@@ -14,6 +14,7 @@ from ewc_finetune.block_file import BlockFile, StoredBlock, stored_block
 from ewc_finetune.curvature.importance import LayerImportance, importance_by_layer
 from ewc_finetune.figures import draw_importance, figure_format
 from ewc_finetune.files import check_output
+from ewc_finetune.probe_file import ProbeFile, bytes_of, describe, records_of
 from ewc_finetune.provenance import Provenance
 from ewc_finetune.tensor_file import TensorFile, shapes_of
 
@@ -25,9 +26,10 @@ class Inspection:
     Attributes:
         file: The anchor.
         bytes: Its size.
-        tensors: How many `tensors`, `numbers` and `bytes` there are of `fisher`, `kfac`, `anchor` (weights) and
-            `buffer`.
+        tensors: How many `tensors`, `numbers` and `bytes` there are of `fisher`, `kfac`, `anchor` (weights), `buffer`
+            and `probe`.
         blocks: Of each layer with a K-FAC block, what is kept of it.
+        probes: Of each probe what is known (`Provenance.probes`), and its `bytes`.
         provenance: Where it came from, with the importance of each layer.
         remarks: What a reader should know of the file.
     """
@@ -36,6 +38,7 @@ class Inspection:
     bytes: int
     tensors: dict[str, dict[str, int]]
     blocks: dict[str, StoredBlock]
+    probes: list[dict[str, Any]]
     provenance: Provenance
     remarks: tuple[str, ...]
 
@@ -46,6 +49,7 @@ class Inspection:
             "bytes": self.bytes,
             "tensors": self.tensors,
             "blocks": {layer: asdict(block) for layer, block in self.blocks.items()},
+            "probes": self.probes,
             "provenance": asdict(self.provenance),
             "remarks": list(self.remarks),
         }
@@ -77,6 +81,7 @@ class Inspection:
             ("checkpoint", " ".join(filter(None, (origin.checkpoint.get("file"), origin.checkpoint.get("sha256"))))),
             ("data", _data(origin)),
             ("curvature", _curvature(origin)),
+            *(("probe", describe(probe, probe["bytes"])) for probe in self.probes),
             ("scores", ", ".join(f"{name} {value:.4f}" for name, value in sorted(origin.scores.items()))),
             ("classes", "" if origin.classes is None else ", ".join(origin.classes)),
             ("normalisation", _normalisation(origin)),
@@ -116,11 +121,14 @@ def inspect(file: str | Path, *, plot: str | Path | None = None, overwrite: bool
     blocks = anchor.blocks if isinstance(anchor.blocks, BlockFile) else None
     groups = {"fisher": anchor.fisher, "anchor": anchor.weights, "buffer": anchor.buffers}
     groups["kfac"] = blocks.tensors if blocks else {}
+    groups["probe"] = anchor.probes.tensors if isinstance(anchor.probes, ProbeFile) else {}
+    sizes = zip(records_of(anchor.probes), bytes_of(anchor.probes), strict=True)
     found = Inspection(
         file=Path(file),
         bytes=Path(file).stat().st_size,
         tensors={group: _counts(tensors) for group, tensors in groups.items()},
         blocks={} if blocks is None else {layer: stored_block(blocks, layer) for layer in blocks},
+        probes=[{**record, "bytes": size} for record, size in sizes],
         provenance=origin,
         remarks=anchor.remarks,
     )

@@ -33,6 +33,7 @@ from ewc_finetune.errors import AnchorMismatchError, NonFiniteError, StorageErro
 from ewc_finetune.files import atomic_writes, check_output, storage_errors
 from ewc_finetune.kronecker import Block, Rank, check_rank
 from ewc_finetune.precision import wide
+from ewc_finetune.probe_file import Probe, bytes_of, describe, records_of
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.provenance import Provenance
 from ewc_finetune.stack import (
@@ -65,6 +66,7 @@ def merge(
     kfac_sum: KfacSum = "factors",
     kfac_rank: Rank = "auto",
     kfac_dtype: KfacDtype = "float16",
+    probes: bool = True,
     name: str | None = None,
     output: str | Path | None = None,
     checkpoint: str | Path | None = None,
@@ -95,6 +97,8 @@ def merge(
             `nearest` by the Frobenius norm, which may let a small anchor go (see `block_sum.sum_of`).
         kfac_rank: What is kept of its factors, as in `consolidate`, whatever was kept of the parents'.
         kfac_dtype: Likewise, in which precision.
+        probes: Whether to keep the parents' probes, the samples of data in them; those of a parent with another last
+            layer than the newest are left out anyway.
         name: What to call it; the parents' names joined by `+` unless given.
         output: File to save the anchor to; not saved unless given.
         checkpoint: File to write the centre to as a model, in the format of the newest parent's checkpoint.
@@ -167,6 +171,7 @@ def merge(
             _alike(parents, weights).provenance,
         ),
         blocks={block.layer: block for block, _ in quadratic.blocks},
+        probes=_probes(parents, progress) if probes else (),
     )
     validate(merged)
     model = None if checkpoint is None else _model(merged, parents, strengths, architecture, Path(checkpoint))
@@ -329,7 +334,7 @@ def _provenance(
     for anchor, lam in zip(anchors, lambdas, strict=True):
         before = anchor.provenance.merged
         if before is None:
-            parents.append({"sha256": anchor.digest, "lambda": lam, "provenance": asdict(anchor.provenance)})
+            parents.append({"sha256": anchor.digest, "lambda": lam, "provenance": _known_of(anchor)})
         else:  # its parents take its place, so that what is known doesn't nest
             parents += [{**parent, "lambda": parent["lambda"] * lam} for parent in before["parents"]]
             through += [*before.get("through", ()), anchor.digest]
@@ -361,6 +366,29 @@ def _provenance(
         input=newest.input,
         classes=newest.classes,
     )
+
+
+def _known_of(anchor: Anchor) -> dict[str, Any]:
+    """Return the provenance of a parent, but for its probes, which are no longer its own."""
+    return replace(anchor.provenance, probes=[]).to_json()
+
+
+def _probes(anchors: Sequence[Anchor], progress: Progress) -> tuple[Probe, ...]:
+    """Return the probes of the anchors that have the newest one's head: of the others' heads nothing is left."""
+    found: list[Probe] = []
+    for anchor in anchors:
+        own = zip(records_of(anchor.probes), bytes_of(anchor.probes), strict=True)
+        if foreign_head(anchor, anchors[-1].provenance.head):
+            for record, size in own:
+                progress.note(
+                    f"{anchor.label} holds {describe(record, size)}; they are left out, for the merged anchor has "
+                    "another last layer"
+                )
+            continue
+        for record, size in own:
+            progress.note(f"the merged anchor holds {describe(record, size)}: whoever has the anchor has them")
+        found += anchor.probes
+    return tuple(found)
 
 
 def _importance(quadratic: Quadratic, newest: Provenance) -> list[dict[str, Any]]:
