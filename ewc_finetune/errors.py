@@ -40,6 +40,10 @@ class NonFiniteError(EwcError):
     """NaN or infinity in weights, outputs, Fisher or loss."""
 
 
+class RetentionError(EwcError):
+    """A model that has lost more of what it knew than it may."""
+
+
 class DeviceError(EwcError):
     """A device that is not there."""
 

@@ -58,6 +58,11 @@ class Retention:
         return f"{self.divergence:.4g} nats{same}"
 
 
+def least_unchanged(found: Sequence[Retention]) -> float | None:
+    """Return the smallest share of unchanged answers of several probes; None where no probe has any such share."""
+    return min((retention.unchanged for retention in found if retention.unchanged is not None), default=None)
+
+
 def take_probe(
     model: nn.Module,
     domain: Domain,

@@ -2,36 +2,47 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import Small, trained
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
 from ewc_finetune.data.domain import as_domain
-from ewc_finetune.errors import UsageError
+from ewc_finetune.errors import RetentionError, UsageError
+from ewc_finetune.probe import Retention
 from ewc_finetune.progress import Silent
+from ewc_finetune.run_folder import RunFolder
 from ewc_finetune.verbs.evaluate import Score
-from ewc_finetune.verbs.lambda_search import RUNS, search_lambda, split
+from ewc_finetune.verbs.lambda_search import RUNS, Best, Retaining, Trial, Within, search_lambda, split
 
 
 def score(accuracy, loss=1.0):
     return Score("held out", 100, loss, accuracy)
 
 
-def searched(accuracy_at, cost=1.0, gain=800.0, tolerance=0.02):
-    """Search where a run's accuracy is a function of lambda."""
+def searched(accuracy_at, cost=1.0, gain=800.0, aim=None, kept_at=None, old_at=None, progress=None):
+    """Search where a run's results are functions of lambda."""
     asked = []
 
     def run(strength):
         asked.append(strength)
-        found = score(0.9 if strength is None else accuracy_at(strength), 1.0)
-        return score(0.1, 1.0 + gain), found, []
+        kept = None if kept_at is None else kept_at(strength or 0.0)
+        return Trial(
+            strength,
+            before=score(0.1, 1.0 + gain),
+            score=score(0.9 if strength is None else accuracy_at(strength), 1.0),
+            watched=() if old_at is None else (replace(score(old_at(strength or 0.0)), domain="old"),),
+            retention=() if kept is None else (Retention("a", "old", 64, 0.1, kept),),
+            distance=cost,
+        )
 
-    return search_lambda(run, lambda: cost, tolerance, Silent()), asked
+    return search_lambda(run, aim or Within(0.02), progress or Silent()), asked
 
 
 @given(st.floats(-3, 6))
@@ -54,26 +65,60 @@ def test_no_lambda_is_weak_enough():
         def note(self, message):
             notes.append(message)
 
-    found = search_lambda(
-        lambda strength: (score(0.1, 9.0), score(0.9 if strength is None else 0.5), [score(0.7)]),
-        lambda: 1.0,
-        0.02,
-        Notes(),
-    )
+    found, _ = searched(lambda _: 0.5, gain=8.0, old_at=lambda _: 0.7, progress=Notes())
     assert not found.met
     assert found.strength == min(t.strength for t in found.trials[1:])
-    assert "no lambda that was tried stays within 2.0%" in notes[-1]
-    assert "(held out 0.7000)" in notes[1]
+    assert "none that was tried is the largest within 2.0% of plain training" in notes[-1]
+    assert "(old 0.7000)" in notes[1]
 
 
 def test_where_nothing_is_right_or_wrong_the_gain_in_loss_counts():
     def run(strength):
         loss = 1.0 if strength is None else 1.0 + strength / 1000
-        return score(None, 3.0), score(None, loss), []
+        return Trial(strength, score(None, 3.0), score(None, loss), distance=0.02)
 
-    found = search_lambda(run, lambda: 0.02, 0.02, Silent())
+    found = search_lambda(run, Within(0.02), Silent())
     assert found.met
     assert 10 <= found.strength <= 40
+
+
+@given(st.floats(-3, 3))
+def test_the_smallest_that_retains(edge):
+    """Of what may be lost, a quarter is left to the longer run."""
+    limit = 100 * 2**edge
+    found, asked = searched(lambda _: 0.9, aim=Retaining(0.96), kept_at=lambda s: 0.975 if s >= limit else 0.965)
+    assert asked[:2] == [None, 100]
+    assert found.met
+    assert limit <= found.strength == min(t.strength for t in found.trials[1:] if t.within)
+    below = [t.strength for t in found.trials[1:] if not t.within]
+    assert not below or found.strength / 4 <= max(below) < limit
+
+
+def test_nothing_retains():
+    found, asked = searched(lambda _: 0.9, aim=Retaining(0.99), kept_at=lambda s: 0.5)
+    assert not found.met
+    assert asked[1:] == [100, 400, 1600, 6400]
+    assert found.strength == 6400
+    assert searched(lambda _: 0.9, aim=Retaining(0.5), kept_at=lambda s: 1.0)[0].strength == 100 / 64
+
+
+@given(st.floats(-2, 3))
+def test_the_best_mean_score(peak):
+    def old_at(strength):
+        return 0.9 - 0.01 * abs(math.log2(max(strength, 1e-9) / 100) - peak)
+
+    found, asked = searched(lambda _: 0.8, aim=Best(["old"]), old_at=old_at)
+    assert asked[:3] == [None, 100, 400]
+    assert found.strength == max(asked[1:], key=old_at)
+    # What is left between the neighbours of the best is less than the factor that it began with.
+    assert abs(math.log2(found.strength / 100) - peak) <= 2
+
+
+def test_trials_in_json():
+    found, _ = searched(lambda _: 0.9, kept_at=lambda _: 0.9, old_at=lambda _: 0.7)
+    document = json.loads(json.dumps(found.to_json()))
+    assert [Trial.read(trial) for trial in document["trials"]] == list(found.trials)
+    assert document["aim"].startswith("the largest within 2.0% of plain training")
 
 
 @pytest.mark.parametrize(("cost", "gain"), [(0.0, 1.0), (1.0, -1.0), (math.inf, 1.0), (1e-320, 1e300)])
@@ -139,6 +184,85 @@ def test_what_cannot_be_searched(ewc_ft):
     options = ("finetune", "--anchors", "a", "--data", "digits")
     assert "auto stands for all anchors" in ewc_ft(*options, "--lambda", "auto", "--lambda", 3, expect=2).output
     assert "neither auto nor a number" in ewc_ft(*options, "--lambda", "lots", expect=2).output
+
+
+def test_what_a_run_keeps_of_the_answers(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+    ewc.finetune(model, blobs(0), epochs=20, lr=3e-2, eval_on=[])
+    anchor = ewc.consolidate(model, blobs(0), probe=40)
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    options = {"anchors": anchor, "lr": 3e-2, "batch_size": 20, "log_every": 1, "eval_on": []}
+
+    def run(**more):
+        model.load_state_dict(start)
+        return ewc.finetune(model, blobs(1, shift=1), **{**options, **more})
+
+    plain = run(lambdas=0, epochs=3)
+    read = {line["step"]: line["retention"][0] for line in plain.history if "retention" in line}
+    assert list(read) == [0, 10, 20, 30]
+    assert read[0]["unchanged"] == 1.0
+    assert read[30]["unchanged"] < 0.7
+    assert vars(plain.retention[0]) == read[30]
+    assert read[30]["divergence"] > 0.1
+    # 40 inputs are measured every 14 steps of 20 samples, beside the evaluations.
+    spaced = run(lambdas=0, epochs=3, eval_every=30)
+    assert [line["step"] for line in spaced.history if "retention" in line] == [0, 14, 28, 30]
+    with pytest.raises(
+        RetentionError, match=r"after step 10 the model gives \d\d\.\d% of its old answers to the probe"
+    ):
+        run(lambdas=0, retain=0.9, epochs=3, output=tmp_path / "m.pt", architecture="x:Y")
+    assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
+    assert list(tmp_path.iterdir()) == []  # no evaluation was good enough to be kept
+    found = run(lambdas="auto", retain=0.9, epochs=4)
+    assert found.search.met
+    assert found.retention[0].unchanged >= 0.9
+    assert found.search.trials[1].retention[0].samples == 40
+    selected = run(lambdas="auto", epochs=2, select_on=[as_domain(blobs(0), "old")])
+    assert selected.search.aim == "the best mean score over the new domain and old"
+    assert [score.domain for score in selected.after] == ["old"]
+    with pytest.raises(UsageError, match="--retain or by --select-on, not by both"):
+        run(lambdas="auto", retain=0.9, select_on=[as_domain(blobs(0), "old")])
+    for wrong in (0, 1.5):
+        with pytest.raises(UsageError, match="retain is"):
+            run(retain=wrong)
+    with pytest.raises(UsageError, match="--retain goes by the probes in the anchors, and there is none"):
+        run(retain=0.9, anchors=anchor.without_probes())
+
+
+def test_a_search_that_was_stopped_goes_on(tmp_path, monkeypatch):
+    model = trained(Small(), torch.float32)
+    anchor = ewc.consolidate(model, blobs(0)).save(tmp_path / "a.safetensors").path
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    made = []
+    whole = ewc.verbs.trials.Penalty
+
+    def run(name, **more):
+        model.load_state_dict(start)
+        return ewc.finetune(
+            model, blobs(1, shift=1), anchors=anchor, lambdas="auto", epochs=2, eval_on=[], output=tmp_path / name,
+            architecture="x:Y", **more
+        )  # fmt: skip
+
+    done = run("whole.pt")
+
+    class Killed(BaseException):
+        pass
+
+    def counting(*arguments):
+        made.append(arguments)
+        if len(made) == 3:
+            raise Killed
+        return whole(*arguments)
+
+    monkeypatch.setattr(ewc.verbs.trials, "Penalty", counting)
+    monkeypatch.setattr(RunFolder, "stop", lambda self, status: self._metrics.close())
+    with pytest.raises(Killed):
+        run("m.pt")
+    again = run("m.pt", resume=tmp_path / "m.run")
+    assert len(made) == 3 + 3  # of five runs two were done
+    assert again.search == done.search
+    assert (tmp_path / "m.pt").read_bytes() == (tmp_path / "whole.pt").read_bytes()
 
 
 def test_the_command_line(ewc_ft):

@@ -65,6 +65,13 @@ def _strengths(context: click.Context, parameter: click.Parameter, values: tuple
     help="Of --lambda auto: the share of plain fine-tuning's accuracy on the new domain that may be lost.",
 )
 @click.option(
+    "--retain",
+    type=float,
+    metavar="X",
+    help="The share of the answers to the anchors' probes that must stay as they were: stops a run that falls below, "
+    "and is what auto looks for.",
+)
+@click.option(
     "--penalty-form",
     type=click.Choice(PENALTY_FORMS),
     default="gradient",
@@ -192,6 +199,7 @@ def finetune(
             "step": done.step,
             "norm_stats": done.norm_stats,
             "lambda_search": None if done.search is None else done.search.to_json(),
+            "retention": [vars(found) for found in done.retention],
             "before": [vars(score) for score in done.before],
             "after": [vars(score) for score in done.after],
         }

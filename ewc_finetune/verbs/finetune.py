@@ -36,7 +36,9 @@ from ewc_finetune.errors import StorageError, UsageError
 from ewc_finetune.figures import draw_run
 from ewc_finetune.files import beside, check_output
 from ewc_finetune.likelihood import Likelihood, get_likelihood
+from ewc_finetune.meters import meters
 from ewc_finetune.precision import float32_weights
+from ewc_finetune.probe import Retention
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.run_folder import RunFolder, check_run_folder
 from ewc_finetune.runs import Run, read_run
@@ -56,7 +58,7 @@ from ewc_finetune.verbs.resuming import check_found, check_options
 from ewc_finetune.verbs.selection import Selection, selecting
 from ewc_finetune.verbs.setup import Setup, set_up
 from ewc_finetune.verbs.start import known, likelihood_of, open_start
-from ewc_finetune.verbs.trials import search_by_trials, trials_cost
+from ewc_finetune.verbs.trials import aim_of, search_by_trials, trials_cost
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -76,6 +78,7 @@ class Finetuned:
         search: How lambda was found, if it was looked for.
         steps: Optimizer steps taken.
         step: The one whose state this is: the last, or the best.
+        retention: What the state has kept of the answers to the anchors' probes.
         norm_stats: What was done with normalisation statistics.
         lineage: The anchors that have pulled on the model, for `consolidate`; a checkpoint file carries them itself.
         head: What is known of its last layer, if it was given a new one; likewise.
@@ -90,6 +93,7 @@ class Finetuned:
     search: Search | None
     steps: int
     step: int
+    retention: list[Retention]
     norm_stats: NormStats
     lineage: list[dict[str, Any]]
     head: dict[str, Any] | None
@@ -104,6 +108,7 @@ def finetune(
     anchors: Anchor | str | Path | Sequence[Anchor | str | Path] = (),
     lambdas: float | Sequence[float] | Literal["auto"] | None = None,
     tolerance: float = DEFAULT_TOLERANCE,
+    retain: float | None = None,
     penalty_form: PenaltyForm = "gradient",
     lineage: Lineage = "all",
     head: Head = "shared",
@@ -138,6 +143,8 @@ def finetune(
             for others. `auto` looks for the largest that costs the new domain no more than `tolerance`, in five runs of
             half as many epochs, on samples that are held out of it; see `search_lambda`.
         tolerance: Of `auto`: the share of the plain run's accuracy that may be lost.
+        retain: The share of the answers to the anchors' probes (`consolidate --probe`) that must stay as they were: a
+            run that falls below it is stopped, and `auto` looks for the smallest lambda that keeps it.
         penalty_form: `gradient` adds the penalty's gradient to the loss's; `proximal` takes the exact implicit step of
             the penalty after each of the optimizer's, which is stable at any lambda.
         lineage: What an anchor pulls to that had a part in a later one: `all` to its own weights, `latest` to the later
@@ -154,7 +161,8 @@ def finetune(
             by name (specs mean their test split unless they say); the test split of `data` unless given, where it has
             one.
         select_on: Of these, or beside them, the domains whose mean score says which state is the best; unless given the
-            new one, if it is scored.
+            new one, if it is scored. `auto` then looks for the lambda with the best mean score over them and what is
+            held out of the new domain.
         seed: Of fresh weights, the order of samples, and dropout.
         device: `auto`, `cpu`, `cuda` or `mps`.
         data_dir: Where downloaded data lies.
@@ -198,13 +206,15 @@ def finetune(
     selection = _selection(schedule, data, scored, chosen)
     rule = get_likelihood(likelihood_of(likelihood, stacked, start))
     where = choose_device(device)
+    aim = aim_of(arguments, chosen)
+    _check_retain(retain, stacked)
     with contextlib.ExitStack() as closing:
         folder = None
         if output is not None and before_start is None:
             folder = closing.enter_context(_folder(output, overwrite, earlier, options, arguments))
         search = None
         if lambdas == "auto" and before_start is None:
-            search = search_by_trials(domain, scored, stacked, strengths, arguments, schedule, folder, progress)
+            search = search_by_trials(domain, scored, stacked, strengths, arguments, schedule, aim, folder, progress)
             strengths = [search.strength * ratio for ratio in strengths]
         closing.enter_context(on_device(start.model, where))
         closing.enter_context(random_state_kept(where, seed))
@@ -242,7 +252,8 @@ def finetune(
         # From here on it is the journal that undoes what a run leaves unfinished.
         undo = undoing.pop_all().close
         journal = Journal(
-            job.start.model, job.watched, rule, 2 * schedule.batch_size, where, job.record, folder, selection, sinks,
+            job.start.model, job.watched, rule, 2 * schedule.batch_size, where, job.record, folder, selection,
+            meters(job.start.model, stacked, job.record.head), retain, sinks,
             isinstance(model, nn.Module), progress, undo,
         )  # fmt: skip
         with _ending(journal, folder, progress):
@@ -257,6 +268,7 @@ def finetune(
         search=search,
         steps=steps,
         step=journal.step,
+        retention=journal.retention,
         norm_stats=schedule.norm_stats or "frozen",
         lineage=job.record.lineage,
         head=job.record.head,
@@ -323,6 +335,7 @@ def _train(
     if journal.dtypes:
         progress.note("half-precision weights were trained in float32 and are rounded back now")
         journal.score(schedule.epochs, steps)
+        journal.measure(schedule.epochs, steps)
     return steps
 
 
@@ -344,6 +357,7 @@ def _write(
         seconds=round(journal.elapsed(), 3),
         before=[asdict(found) for found in journal.before],
         after=[asdict(found) for found in journal.scores],
+        retention=[asdict(found) for found in journal.retention] or None,
         layers=layers,
     )
 
@@ -409,6 +423,18 @@ def _strengths(lambdas: float | Sequence[float] | Literal["auto"] | None, anchor
         return [DEFAULT_LAMBDA[anchor.provenance.curvature] for anchor in anchors]
     # Without anchors a lambda does nothing, but a wrong one is still an error.
     return spread_lambdas(lambdas, len(anchors) or 1)[: len(anchors)]
+
+
+def _check_retain(retain: float | None, anchors: Sequence[Anchor]) -> None:
+    if retain is None:
+        return
+    if not 0 < retain <= 1:
+        raise UsageError(f"retain is {retain:g}; expected a share of answers, more than 0 and up to 1")
+    if not any(anchor.probes for anchor in anchors):
+        raise UsageError(
+            "--retain goes by the probes in the anchors, and there is none in them; ewc-ft consolidate --probe N keeps "
+            "one while the old data is at hand"
+        )
 
 
 def _check_words(penalty_form: str, lineage: str, head: str) -> None:

@@ -15,11 +15,18 @@ from ewc_finetune.checkpoint.checkpoint import Record
 from ewc_finetune.checkpoint.state_dict import save_state_dict
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.layout import Layout
+from ewc_finetune.errors import RetentionError
 from ewc_finetune.likelihood import Likelihood
+from ewc_finetune.meters import Meter
+from ewc_finetune.probe import Retention
 from ewc_finetune.progress import Progress
 from ewc_finetune.run_folder import RunFolder
 from ewc_finetune.verbs.evaluate import Score, score
 from ewc_finetune.verbs.selection import Selection
+
+# Measuring a probe while the model trains may take this share of the training's own time, where going through the model
+# forwards takes a third of a step.
+_METERING = 0.05 * 3
 
 
 class Sink(Protocol):
@@ -36,6 +43,7 @@ class Journal:
         history: The lines of the log so far.
         before: Scores of the watched domains before the first step.
         scores: Their latest ones.
+        retention: The latest of the probes.
         dtypes: What half-precision tensors are written as while they are trained in float32.
         seconds: That earlier parts of the run took.
         last: The step of the last evaluation.
@@ -53,6 +61,8 @@ class Journal:
         record: Record,
         folder: RunFolder | None,
         selection: Selection | None,
+        meters: Sequence[Meter],
+        retain: float | None,
         sinks: Sequence[Sink],
         keep: bool,
         progress: Progress,
@@ -66,12 +76,15 @@ class Journal:
         self.record = record
         self.folder = folder
         self.selection = selection
+        self.meters = meters
+        self.retain = retain
         self.sinks = sinks
         self.progress = progress
         self.dtypes: dict[str, torch.dtype] = {}
         self.history: list[dict[str, Any]] = []
         self.before: list[Score] = []
         self.scores: list[Score] = []
+        self.retention: list[Retention] = []
         self.seconds = 0.0
         self.step = self.last = 0
         self.start_weights = cpu_copy(dict(model.named_parameters())) if folder is not None else {}
@@ -79,11 +92,14 @@ class Journal:
         self._kept = cpu_copy(model.state_dict()) if keep else None  # for a module that belongs to the caller
         self._best: dict[str, torch.Tensor] | None = None
         self._best_scores: list[Score] = []
+        # So many steps lie between two readings of the probes, but for those of evaluations.
+        self._spacing = sum(meter.probe.samples for meter in meters) / (_METERING * batch_size / 2)
         self._started = time.perf_counter()
 
     def start(self) -> None:
         """Score the domains before the first step."""
         self.before = self.score(0, 0)
+        self.measure(0, 0)
         self._started = time.perf_counter()
 
     def load_state(self, state: dict[str, Any], history: list[dict[str, Any]]) -> None:
@@ -94,6 +110,8 @@ class Journal:
         self.seconds = state["seconds"]
         scored = [line["scores"] for line in history if "scores" in line]
         self.before, self.scores = ([Score(**found) for found in line.values()] for line in (scored[0], scored[-1]))
+        measured = [line["retention"] for line in history if "retention" in line]
+        self.retention = [Retention(**found) for found in measured[-1]] if measured else []
         if self.selection is not None:
             self.selection.load_state(state["selection"])
             self._best_scores = [Score(**found) for found in state["best_scores"]]
@@ -109,6 +127,9 @@ class Journal:
         if "loss" in line:
             told = ", ".join(f"{name} {line[name]:.4g}" for name in ("loss", "penalty", "lr"))
             self.progress.detail(f"step {line['step']:,}: {told}")
+            if self.meters and line["step"] - self._measured() >= self._spacing:
+                self.measure(line["epoch"], line["step"])
+                self._check_retention(line["step"])
 
     def score(self, epoch: int, step: int) -> list[Score]:
         """Score every watched domain, now."""
@@ -121,11 +142,23 @@ class Journal:
             self.progress.note(f"epoch {epoch}: " + ", ".join(f"{s.domain} {s.main}" for s in self.scores))
         return self.scores
 
+    def measure(self, epoch: int, step: int) -> list[Retention]:
+        """Measure what the model has kept of the answers in the probes, now."""
+        if self.meters:
+            self.retention = [meter.read(self.model, self.device, self.batch_size) for meter in self.meters]
+            self.log({"step": step, "epoch": epoch, "retention": [asdict(found) for found in self.retention]})
+            self.progress.note(
+                f"step {step:,}: " + ", ".join(f"probe of {found.data} {found.main}" for found in self.retention)
+            )
+        return self.retention
+
     def evaluate(self, epoch: int, step: int, state: Callable[[], dict[str, Any]]) -> bool:
         """Score the domains and keep the state, which is known to be good; see `Observer`."""
+        self.score(epoch, step)
+        self.measure(epoch, step)
+        self._check_retention(step)
         self._undo = None
         self.step = self.last = step
-        self.score(epoch, step)
         go_on = self._select(step)
         if self.folder is not None:
             save_state_dict(self.folder.last, self.model, self.record, self.dtypes)
@@ -141,6 +174,8 @@ class Journal:
         found = self._best if self.folder is None else torch.load(self.folder.best, weights_only=True)
         self.model.load_state_dict(found or {})
         self.scores, self.step = self._best_scores, self.selection.step
+        if self.meters:
+            self.retention = [meter.read(self.model, self.device, self.batch_size) for meter in self.meters]
         self.progress.note(f"the best state is that of step {self.selection.step:,}, which is kept")
 
     @property
@@ -160,6 +195,24 @@ class Journal:
     def elapsed(self) -> float:
         """Return the seconds that the run has taken, its evaluations included."""
         return self.seconds + time.perf_counter() - self._started
+
+    def _measured(self) -> int:
+        """Return the step at which the probes were last measured."""
+        return next((int(line["step"]) for line in reversed(self.history) if "retention" in line), 0)
+
+    def _check_retention(self, step: int) -> None:
+        """Stop a run that has lost more than it may.
+
+        Raises:
+            RetentionError: saying what is kept, and what was to be.
+        """
+        for found in self.retention:
+            if self.retain is not None and found.unchanged is not None and found.unchanged < self.retain:
+                raise RetentionError(
+                    f"after step {step:,} the model gives {found.unchanged:.1%} of its old answers to the probe of "
+                    f"{found.data} in {found.anchor}, and {self.retain:.1%} are to be kept. Use a larger --lambda, or "
+                    "--lambda auto, which looks for one that keeps them"
+                )
 
     def _select(self, step: int) -> bool:
         """Keep the state if it is the best so far, and return whether to go on."""

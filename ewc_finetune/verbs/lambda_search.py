@@ -1,25 +1,31 @@
-"""`--lambda auto`: the strongest penalty that leaves the new domain (nearly) what it could learn without any.
+"""`--lambda auto`: looking for the right strength of the penalty with a few short runs.
 
 The procedure of De Lange et al. 2021 ("A continual learning survey: defying forgetting in classification tasks",
 TPAMI): a plain run shows what plasticity is to be had, then the largest lambda is looked for whose run stays within a
 tolerance of it. The new domain alone decides, on samples that are held out; the old data is not needed. Where theirs
 halves lambda from a maximum that is known to be stable, this starts from the lambda at which the penalty of the plain
 run's weights is as much as that run gained, and goes from there by factors and then by bisection.
+
+Where there is more to go by, there are two other aims: the smallest lambda that keeps a share of the answers to the
+anchors' probes, and the one with the best mean score over domains that the user names.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.errors import UsageError
+from ewc_finetune.probe import Retention, least_unchanged
 from ewc_finetune.progress import Progress
 from ewc_finetune.verbs.evaluate import Score
+from ewc_finetune.verbs.selection import merit
 
 # How much of the plain run's accuracy may be lost.
 DEFAULT_TOLERANCE = 0.02
@@ -38,15 +44,39 @@ class Trial:
 
     Attributes:
         strength: The lambda, of which each anchor has its own multiple; None for the plain run.
-        score: On the held-out samples of the new domain.
-        within: Whether that is within the tolerance of the plain run's.
-        watched: On the domains that are evaluated, which have no say.
+        before: Score on the held-out samples of the new domain before it.
+        score: The same after it.
+        watched: On the domains that are evaluated.
+        retention: Of the anchors' probes.
+        distance: The anchors' quadratic at lambda 1, for the weights that it ended with.
+        within: Whether it is good enough, or for the best mean score, better than all before it.
     """
 
     strength: float | None
+    before: Score
     score: Score
-    within: bool
     watched: tuple[Score, ...] = ()
+    retention: tuple[Retention, ...] = ()
+    distance: float = 0.0
+    within: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it in values that JSON has."""
+        document = asdict(self)
+        return {"lambda": document.pop("strength"), **document}
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> Trial:
+        """Read what `to_json` gave."""
+        known = dict(document)
+        return cls(
+            strength=known.pop("lambda"),
+            before=Score(**known.pop("before")),
+            score=Score(**known.pop("score")),
+            watched=tuple(Score(**score) for score in known.pop("watched")),
+            retention=tuple(Retention(**found) for found in known.pop("retention")),
+            **known,
+        )
 
 
 @dataclass(frozen=True)
@@ -55,74 +85,182 @@ class Search:
 
     Attributes:
         strength: The lambda that won.
-        met: Whether its run was within the tolerance; else it is the weakest that was tried.
+        met: Whether its run was good enough; else it is the nearest to it that was tried.
+        aim: What was looked for, in words.
         trials: All runs, in the order in which they were made.
     """
 
     strength: float
     met: bool
+    aim: str
     trials: tuple[Trial, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it in values that JSON has."""
-        return {
-            "lambda": self.strength,
-            "met": self.met,
-            "trials": [
-                {
-                    "lambda": trial.strength,
-                    "within": trial.within,
-                    "score": vars(trial.score),
-                    "watched": [vars(score) for score in trial.watched],
-                }
-                for trial in self.trials
-            ],
-        }
+        trials = [trial.to_json() for trial in self.trials]
+        return {"lambda": self.strength, "met": self.met, "aim": self.aim, "trials": trials}
 
 
-def search_lambda(
-    run: Callable[[float | None], tuple[Score, Score, Sequence[Score]]],
-    distance: Callable[[], float],
-    tolerance: float,
-    progress: Progress,
-) -> Search:
-    """Look for the largest lambda whose run stays within the tolerance of the plain one.
+class Aim(ABC):
+    """What is looked for."""
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """Say it in words, for behind `lambda auto:`."""
+
+    @abstractmethod
+    def judge(self, trial: Trial, earlier: Sequence[Trial]) -> Trial:
+        """Return the trial with `within` set, knowing those before it, of which the first is the plain run."""
+
+    @abstractmethod
+    def next(self, held: Sequence[Trial]) -> float:
+        """Return the lambda to try after these held runs."""
+
+    @abstractmethod
+    def winner(self, held: Sequence[Trial]) -> Trial:
+        """Return the one that won; one that is not `within` only if none is."""
+
+
+class _Threshold(Aim):
+    """A share that may not be fallen below, which is so up to some lambda or from some lambda on."""
+
+    upwards: bool  # whether larger lambdas are wanted: those that are small enough are good enough
+
+    def next(self, held: Sequence[Trial]) -> float:
+        """Go on by factors until both sides are known, then halve what is between them, in logarithms."""
+        good, bad = self._edge(held, True), self._edge(held, False)
+        if good is not None and bad is not None:
+            return math.sqrt(good * bad)
+        if good is not None:
+            return good * _FACTOR if self.upwards else good / _FACTOR
+        nearest = bad if bad is not None else 1.0
+        return nearest / _FACTOR if self.upwards else nearest * _FACTOR
+
+    def winner(self, held: Sequence[Trial]) -> Trial:
+        """Return the one at the edge of those that are good enough, else of those that are not."""
+        wanted = self._edge(held, True)
+        wanted = self._edge(held, False) if wanted is None else wanted
+        return next(trial for trial in held if trial.strength == wanted)
+
+    def _edge(self, held: Sequence[Trial], within: bool) -> float | None:
+        """Return the lambda of the trial that is nearest to the others' side."""
+        found = [trial.strength or 0.0 for trial in held if trial.within is within]
+        return (max if self.upwards is within else min)(found, default=None)
+
+
+class Within(_Threshold):
+    """The largest lambda that costs the new domain no more than a tolerance.
 
     Args:
-        run: Makes a short run with a lambda, or plainly for None, and returns the held-out score before and after, and
-            the scores of the watched domains.
-        distance: Returns the anchors' quadratic at lambda 1, for the weights of the last run.
         tolerance: Of the plain run's accuracy; of its gain in loss, where nothing is right or wrong.
+    """
+
+    upwards = True
+
+    def __init__(self, tolerance: float) -> None:
+        self.tolerance = tolerance
+
+    def __str__(self) -> str:
+        return f"the largest within {self.tolerance:.1%} of plain training on the new domain"
+
+    def judge(self, trial: Trial, earlier: Sequence[Trial]) -> Trial:
+        """See `Aim`."""
+        plain, score = earlier[0].score, trial.score
+        if score.accuracy is not None and plain.accuracy is not None:
+            return replace(trial, within=score.accuracy >= (1 - self.tolerance) * plain.accuracy)
+        gained = max(earlier[0].before.loss - plain.loss, 0.0)
+        return replace(trial, within=score.loss <= plain.loss + self.tolerance * gained)
+
+
+class Retaining(_Threshold):
+    """The smallest lambda that keeps a share of the answers to every probe.
+
+    Args:
+        share: 0 to 1.
+    """
+
+    upwards = False
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def __str__(self) -> str:
+        return f"the smallest that keeps {self.share:.1%} of the answers to the probes"
+
+    def judge(self, trial: Trial, earlier: Sequence[Trial]) -> Trial:
+        """See `Aim`."""
+        # A longer run goes further than these do: a quarter of what may be lost is left to it.
+        wanted = self.share + 0.25 * (1 - self.share)
+        return replace(trial, within=(least_unchanged(trial.retention) or 0.0) >= wanted)
+
+
+class Best(Aim):
+    """The lambda with the best mean score over the new domain's held-out samples and the domains that are named.
+
+    Args:
+        domains: Their names.
+    """
+
+    def __init__(self, domains: Sequence[str]) -> None:
+        self.domains = tuple(domains)
+
+    def __str__(self) -> str:
+        return f"the best mean score over the new domain and {', '.join(self.domains)}"
+
+    def judge(self, trial: Trial, earlier: Sequence[Trial]) -> Trial:
+        """See `Aim`."""
+        return replace(trial, within=all(self._value(trial) > self._value(other) for other in earlier[1:]))
+
+    def next(self, held: Sequence[Trial]) -> float:
+        """Go on by factors until the best is between two others, then halve its better side, in logarithms."""
+        best = self.winner(held).strength or 1.0
+        below = [trial for trial in held if (trial.strength or 0.0) < best]
+        above = [trial for trial in held if (trial.strength or 0.0) > best]
+        if not above:
+            return best * _FACTOR
+        if not below:
+            return best / _FACTOR
+        sides = max(below, key=_strength), min(above, key=_strength)
+        return math.sqrt(best * _strength(max(sides, key=self._value)))
+
+    def winner(self, held: Sequence[Trial]) -> Trial:
+        """See `Aim`."""
+        return max(held, key=self._value)
+
+    def _value(self, trial: Trial) -> float:
+        return merit([trial.score, *trial.watched], {trial.score.domain, *self.domains})
+
+
+def search_lambda(run: Callable[[float | None], Trial], aim: Aim, progress: Progress) -> Search:
+    """Look for a lambda with short runs: a plain one, and four that are held.
+
+    Args:
+        run: Makes a short run with a lambda, or plainly for None.
+        aim: What is looked for.
         progress: Told of every run.
     """
-    before, plain, watched = run(None)
-    trials = [Trial(None, plain, True, tuple(watched))]
-    progress.note(f"lambda auto: plainly the new domain gets to {plain.main}{_beside(watched)}")
-    gained, cost = before.loss - plain.loss, distance()
-    strength = _FIRST * gained / cost if gained > 0 and cost > 0 and math.isfinite(gained / cost) else 1.0
-    low, high = None, None  # the largest within the tolerance, and the smallest beyond it
+    progress.note(f"lambda auto: looking for {aim}")
+    plain = run(None)
+    trials = [plain]
+    progress.note(f"lambda auto: plainly the new domain gets to {_results(plain)}")
+    gained = plain.before.loss - plain.score.loss
+    at_cost = gained / plain.distance if gained > 0 and plain.distance > 0 else math.nan
+    strength = _FIRST * at_cost if math.isfinite(at_cost) else 1.0
     for _ in range(RUNS):
-        _, score, watched = run(strength)
-        within = _within(score, plain, before, tolerance)
-        trials.append(Trial(strength, score, within, tuple(watched)))
+        trial = aim.judge(run(strength), trials)
+        trials.append(trial)
+        progress.note(f"lambda auto: {strength:.3g} gets to {_results(trial)}{'' if trial.within else ': not enough'}")
+        strength = aim.next(trials[1:])
+    winner = aim.winner(trials[1:])
+    chosen = _strength(winner)
+    if winner.within or isinstance(aim, Best):
+        progress.note(f"lambda auto: {chosen:.3g}, of {RUNS} that were tried {aim}")
+    else:
         progress.note(
-            f"lambda auto: {strength:.3g} gets to {score.main}, {'within' if within else 'beyond'} {tolerance:.1%} of "
-            f"that{_beside(watched)}"
+            f"lambda auto: none that was tried is {aim}; the nearest, {chosen:.3g}, is taken. Give a number to "
+            "--lambda, or ask for less"
         )
-        low, high = (strength, high) if within else (low, strength)
-        if low is not None and high is not None:
-            strength = math.sqrt(low * high)
-        else:
-            strength = low * _FACTOR if low is not None else strength / _FACTOR
-    if low is None:
-        weakest = min(trial.strength for trial in trials if trial.strength is not None)
-        progress.note(
-            f"lambda auto: no lambda that was tried stays within {tolerance:.1%}; the weakest, {weakest:.3g}, is "
-            "taken. Name a smaller one, or a larger --tolerance"
-        )
-        return Search(weakest, False, tuple(trials))
-    progress.note(f"lambda auto: {low:.3g}, the largest of {RUNS} within the tolerance")
-    return Search(low, True, tuple(trials))
+    return Search(chosen, winner.within or isinstance(aim, Best), str(aim), tuple(trials))
 
 
 def split(domain: Domain, seed: int) -> tuple[Domain, Domain]:
@@ -142,11 +280,11 @@ def split(domain: Domain, seed: int) -> tuple[Domain, Domain]:
     return domain.subset(sorted(order[held:])), replace(domain.subset(sorted(order[:held])), name="held out")
 
 
-def _within(score: Score, plain: Score, before: Score, tolerance: float) -> bool:
-    if score.accuracy is not None and plain.accuracy is not None:
-        return score.accuracy >= (1 - tolerance) * plain.accuracy
-    return score.loss <= plain.loss + tolerance * max(before.loss - plain.loss, 0.0)
+def _strength(trial: Trial) -> float:
+    return trial.strength or 0.0
 
 
-def _beside(watched: Sequence[Score]) -> str:
-    return f" ({', '.join(f'{score.domain} {score.main}' for score in watched)})" if watched else ""
+def _results(trial: Trial) -> str:
+    beside = [f"{score.domain} {score.main}" for score in trial.watched]
+    beside += [f"probe of {found.data} {found.main}" for found in trial.retention]
+    return trial.score.main + (f" ({', '.join(beside)})" if beside else "")

@@ -17,8 +17,7 @@ from ewc_finetune.progress import OnlyBars, Progress
 from ewc_finetune.run_folder import RunFolder
 from ewc_finetune.schedule import Schedule
 from ewc_finetune.stack import of_one_head
-from ewc_finetune.verbs.evaluate import Score
-from ewc_finetune.verbs.lambda_search import RUNS, Search, search_lambda, split
+from ewc_finetune.verbs.lambda_search import RUNS, Aim, Best, Retaining, Search, Trial, Within, search_lambda, split
 
 # Arguments of `finetune` that a short run takes over.
 _TAKEN_OVER = (
@@ -41,6 +40,7 @@ def search_by_trials(
     ratios: Sequence[float],
     arguments: Mapping[str, Any],
     schedule: Schedule,
+    aim: Aim,
     folder: RunFolder | None,
     progress: Progress,
 ) -> Search:
@@ -53,23 +53,23 @@ def search_by_trials(
         ratios: Lambda of each is this multiple of what is looked for.
         arguments: Of the `finetune` that it is for.
         schedule: Likewise.
+        aim: What is looked for.
         folder: Remembers the runs that are made, and knows those that were made before the run was stopped.
         progress: Told of every run.
 
     Raises:
         UsageError: if there is no anchor, or nothing can be held out.
     """
-    tolerance = arguments["tolerance"]
     if not anchors:
         raise UsageError("--lambda auto looks for the strength of a penalty, and there is none without --anchors")
-    if not 0 < tolerance < 1:
-        raise UsageError(f"tolerance is {tolerance:g}; expected more than 0 and less than 1")
     trained, held_out = split(domain, arguments["seed"])
     options = {name: arguments[name] for name in _TAKEN_OVER}
     options |= {**asdict(schedule), "epochs": shorter(schedule.epochs), "patience": None, "keep": None}
-    remembered: list[dict[str, Any]] = [] if folder is None else list(folder.document.get("trials", []))
+    remembered: list[Trial] = []
+    if folder is not None:
+        remembered += [Trial.read(document) for document in folder.document.get("trials", [])]
 
-    def make(strength: float | None) -> dict[str, Any]:
+    def make(strength: float | None) -> Trial:
         from ewc_finetune.verbs.finetune import finetune
 
         model = arguments["model"]
@@ -83,24 +83,45 @@ def search_by_trials(
             **options,
         )
         held = of_one_head(anchors, done.head)
-        return {
-            "lambda": strength,
-            "before": [asdict(score) for score in done.before],
-            "after": [asdict(score) for score in done.after],
-            "distance": Penalty(done.model, held, ratios, "gradient", options["lineage"]).value(),
-        }
+        return Trial(
+            strength=strength,
+            before=done.before[0],
+            score=done.after[0],
+            watched=tuple(done.after[1:]),
+            retention=tuple(done.retention),
+            distance=Penalty(done.model, held, ratios, "gradient", options["lineage"]).value(),
+        )
 
-    def run(strength: float | None) -> tuple[Score, Score, Sequence[Score]]:
-        made = next((trial for trial in remembered if trial["lambda"] == strength), None)
+    def run(strength: float | None) -> Trial:
+        made = next((trial for trial in remembered if trial.strength == strength), None)
         if made is None:
             made = make(strength)
             remembered.append(made)
             if folder is not None:
-                folder.update(trials=remembered)
-        before, after = ([Score(**score) for score in made[key]] for key in ("before", "after"))
-        return before[0], after[0], after[1:]
+                folder.update(trials=[trial.to_json() for trial in remembered])
+        return made
 
-    return search_lambda(run, lambda: float(remembered[0]["distance"]), tolerance, progress)
+    return search_lambda(run, aim, progress)
+
+
+def aim_of(arguments: Mapping[str, Any], chosen: Sequence[Domain]) -> Aim:
+    """Return what a search is to look for.
+
+    Args:
+        arguments: Of the `finetune` that it is for.
+        chosen: The domains to select on.
+
+    Raises:
+        UsageError: if two aims are asked for, or a share that is none.
+    """
+    tolerance, share = arguments["tolerance"], arguments["retain"]
+    if not 0 < tolerance < 1:
+        raise UsageError(f"tolerance is {tolerance:g}; expected more than 0 and less than 1")
+    if share is not None and chosen:
+        raise UsageError("--lambda auto goes by --retain or by --select-on, not by both; leave one of them out")
+    if share is not None:
+        return Retaining(share)
+    return Best([domain.name for domain in chosen]) if chosen else Within(tolerance)
 
 
 def shorter(epochs: int) -> int:
