@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ewc_finetune.verbs.finetune import Finetuned, finetune
     from ewc_finetune.verbs.inspect import Inspection, inspect
     from ewc_finetune.verbs.merge import merge
+    from ewc_finetune.verbs.report import Report, report
 
 __all__ = [
     "Anchor",
@@ -40,6 +41,7 @@ __all__ = [
     "Inspection",
     "Penalty",
     "Provenance",
+    "Report",
     "Score",
     "__version__",
     "check_rule",
@@ -51,6 +53,7 @@ __all__ = [
     "inspect",
     "merge",
     "register_rule",
+    "report",
 ]
 
 _HOMES = {
@@ -61,6 +64,7 @@ _HOMES = {
     "Inspection": "verbs.inspect",
     "Penalty": "penalty",
     "Provenance": "provenance",
+    "Report": "verbs.report",
     "Score": "verbs.evaluate",
     "check_rule": "curvature.check",
     "consolidate": "verbs.consolidate",
@@ -71,6 +75,7 @@ _HOMES = {
     "inspect": "verbs.inspect",
     "merge": "verbs.merge",
     "register_rule": "curvature.rules",
+    "report": "verbs.report",
 }
 
 

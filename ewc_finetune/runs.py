@@ -132,3 +132,8 @@ def _status(path: Path) -> str:
 
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+# Reading one back needs no torch, so it is a module of its own.
+from ewc_finetune.run_record import Run as Run  # noqa: E402, PLC0414
+from ewc_finetune.run_record import read_run as read_run  # noqa: E402, PLC0414
