@@ -28,6 +28,8 @@ from ewc_finetune.reporting.measures import MINUS, NOTHING
 from ewc_finetune.reporting.outcome import new_domain
 from ewc_finetune.runs import read_run
 
+MISSING = object()
+
 
 class _Page(HTMLParser):
     """A page's text, in pieces, and its elements."""
@@ -396,14 +398,26 @@ def test_no_value_anywhere_makes_a_traceback(tmp_path):
     """Whatever a hand or a bug puts into a record: a page or a sentence."""
     folder = write_run(tmp_path / "a.run", search=search(), retention=probes(0.9, 0.1))
     document = json.loads((folder / "run.json").read_text())
-    for path in _paths(document):
-        for value in (None, "x", -1, 1e308, [], {}, [1], True, {"a": 1}):
-            changed = copy.deepcopy(document)
+    lines = [
+        {"step": 0, "epoch": 0, "scores": {"mnist": score("mnist", 0.9)}},
+        {"step": 5, "epoch": 1, "loss": 1.0, "penalty": 0.1, "retention": probes(0.9, 0.1)},
+        {"step": 9, "epoch": 2, "loss": 0.5, "penalty": 0.1, "scores": {"mnist": score("mnist", 0.9)}},
+    ]
+    whole = {"run": document, "lines": lines, "more": lines[1:]}
+    for path in _paths(whole):
+        for value in (MISSING, None, "x", -1, 1e308, [], {}, [1], True, {"a": 1}):
+            changed = copy.deepcopy(whole)
             place = changed
             for key in path[:-1]:
                 place = place[key]
-            place[path[-1]] = value
-            (folder / "run.json").write_text(json.dumps(changed))
+            if value is MISSING:
+                del place[path[-1]]
+            else:
+                place[path[-1]] = value
+            parts = [part for part in (changed.get("lines"), changed.get("more")) if isinstance(part, list)]
+            written = [line for part in parts for line in part]
+            (folder / "run.json").write_text(json.dumps(changed.get("run")))
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
             try:
                 ewc_finetune.report(folder)
             except EwcError:

@@ -268,4 +268,4 @@ def _number(value: float, step: float) -> str:
     if abs(value) >= 10_000:
         unit, mark = (1e9, "G") if abs(value) >= 1e9 else (1e6, "M") if abs(value) >= 1e6 else (1e3, "k")
         return signed(f"{value / unit:.6g}{mark}")
-    return signed(f"{value:.6g}" if step >= 1e-4 else f"{value:.2e}")
+    return signed(f"{value:.6g}" if step >= 1e-6 else f"{value:.2e}")

@@ -102,8 +102,8 @@ def _of_anchors(outcome: Outcome) -> tuple[Layer, ...]:
     sizes: dict[str, int] = {}
     for anchor, strength in zip(outcome.anchors, outcome.strengths, strict=True):
         for row in anchor["provenance"].get("importance") or []:
-            name, size = row["layer"], int(row["parameters"] or 0)
-            traces[name] = traces.get(name, 0.0) + strength * (row["mean"] or 0.0) * size
+            name, size = row["layer"], int(row.get("parameters") or 0)
+            traces[name] = traces.get(name, 0.0) + strength * (row.get("mean") or 0.0) * size
             sizes[name] = size
     total = sum(traces.values())
     return tuple(Layer(n, sizes[n], trace / total, None, None) for n, trace in traces.items()) if total > 0 else ()

@@ -58,7 +58,7 @@ class Outcome:
     @property
     def strengths(self) -> list[float]:
         """The lambda of each anchor."""
-        return [anchor["lambda"] or 0.0 for anchor in self.anchors]
+        return [anchor.get("lambda") or 0.0 for anchor in self.anchors]
 
     @property
     def held(self) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from ewc_finetune._version import __version__
 from ewc_finetune.reporting.charts import bar
@@ -61,15 +62,10 @@ def render(parts: Sequence[Part], title: str | None) -> str:
         parts: What it says; the first is what the page is about.
         title: In the browser's tab and above the outcome; by default what the runs learned.
     """
-    environment = Environment(
-        loader=PackageLoader("ewc_finetune.reporting", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )  # fmt: skip
-    environment.globals.update(bar=bar, percent=percent)
     first = parts[0].main.outcome
     named = title or _named(first)
     count = sum(len(part.sections) for part in parts)
-    return environment.get_template("page.html.jinja").render(
+    return _template().render(
         parts=parts,
         title=named,
         kicker=_kicker(named, first, count),
@@ -78,6 +74,16 @@ def render(parts: Sequence[Part], title: str | None) -> str:
         version=__version__,
         sources=first.run.path.resolve().name if count == 1 else f"{count} run folders",
     )
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader("ewc_finetune.reporting", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )  # fmt: skip
+    environment.globals.update(bar=bar, percent=percent)
+    return environment.get_template("page.html.jinja")
 
 
 def _named(outcome: Outcome) -> str:

@@ -62,12 +62,12 @@ def run_facts(outcome: Outcome) -> list[Fact]:
 
 
 def _origin(anchor: Mapping[str, Any]) -> Origin:
-    source = anchor["provenance"]
+    source, strength = anchor["provenance"], anchor.get("lambda")
     checkpoint, data = source.get("checkpoint") or {}, source.get("data") or {}
     merged = source.get("merged")
     facts = [
         Fact("File", _text(anchor.get("file")), _text(anchor.get("sha256"))),
-        Fact("Lambda", NOTHING if anchor["lambda"] is None else f"{anchor['lambda']:g}"),
+        Fact("Lambda", NOTHING if strength is None else f"{strength:g}"),
         Fact("Data", _data(data, source.get("samples")), _text(data.get("fingerprint"))),
         Fact("Curvature", _curvature(source)),
         Fact("Estimator", "" if merged else _estimator(source)),

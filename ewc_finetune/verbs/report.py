@@ -47,7 +47,7 @@ class Report:
                     "status": section.outcome.run.document["status"],
                     "sentence": section.sentence,
                     "data": section.outcome.target,
-                    "lambda": [anchor["lambda"] for anchor in section.outcome.anchors],
+                    "lambda": [anchor.get("lambda") for anchor in section.outcome.anchors],
                     "new": section.outcome.new,
                     "old": list(section.outcome.old),
                     "before": list(section.outcome.before.values()),
