@@ -202,3 +202,12 @@ def test_a_report_in_print(browser, tmp_path, make):
     assert min(texts)[0] >= 4.5, min(texts)
     assert page.pdf(format="A4").startswith(b"%PDF")
     context.close()
+
+
+def test_the_command_is_copied_as_it_was_typed(browser, tmp_path):
+    command = "ewc-ft finetune --anchors 'a b.safetensors' --data fmnist --output x--y.pt"
+    path = ewc_finetune.report(write_run(tmp_path / "a.run", command=command)).path
+    page = opened(browser, path, viewport={"width": 360, "height": 800})
+    copied = page.evaluate("getSelection().selectAllChildren(document.querySelector('pre')), String(getSelection())")
+    assert copied.strip() == f"cd /home/someone/models\n{command}"
+    page.context.close()

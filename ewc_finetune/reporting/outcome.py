@@ -188,7 +188,7 @@ def _start(outcome: Outcome) -> str:
             else f"The run is still going, or was killed,{when}"
         )
     if outcome.held:
-        return f"Held at lambda {outcome.strength}, the model"
+        return f"Held at lambda {listed(outcome.strength.split(', '))}, the model"
     fresh = not (outcome.found.get("checkpoint") or {}).get("sha256") and not outcome.old
     return "The model" if fresh else "Plainly fine-tuned, the model"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +85,7 @@ class Section:
     layers: Layers
     origins: list[Origin]
     facts: list[Fact]
-    again: str
+    again: list[str]
 
 
 def section_of(outcome: Outcome, group: Group) -> Section:
@@ -287,10 +288,12 @@ def _no_frontier(outcome: Outcome) -> str:
     )
 
 
-def _again(outcome: Outcome) -> str:
+def _again(outcome: Outcome) -> list[str]:
+    """Return the command in pieces, between which a line may end."""
     document: dict[str, Any] = outcome.run.document
     command = document.get("command")
     if not command:
-        return ""
+        return []
     folder = document.get("folder")
-    return (f"cd {shlex.quote(folder)}\n" if folder else "") + str(command)
+    start = f"cd {shlex.quote(folder)}\n" if folder else ""
+    return re.split(" (?=--)", start + str(command))
