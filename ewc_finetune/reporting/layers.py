@@ -19,14 +19,12 @@ class Layer:
         parameters: How many numbers it has.
         share: Of the importance, 0 to 1; None where it is not known.
         moved: How far its weights went, relative to their size.
-        penalty: What that costs, in nats.
     """
 
     name: str
     parameters: int
     share: float | None
     moved: float | None
-    penalty: float | None
 
 
 @dataclass(frozen=True)
@@ -52,11 +50,6 @@ class Layers:
     def has_moved(self) -> bool:
         """Whether it is known which layers moved."""
         return any(layer.moved is not None for layer in self.every)
-
-    @property
-    def has_penalty(self) -> bool:
-        """Whether it is known which layers the penalty is of."""
-        return any(layer.penalty for layer in self.every)
 
     @property
     def largest_share(self) -> float:
@@ -89,10 +82,7 @@ def layers_of(outcome: Outcome) -> Layers:
     if rows is None:
         return Layers(_of_anchors(outcome))
     return Layers(
-        tuple(
-            Layer(row["layer"], int(row.get("parameters") or 0), row.get("share"), row.get("moved"), row.get("penalty"))
-            for row in rows
-        )
+        tuple(Layer(row["layer"], int(row.get("parameters") or 0), row.get("share"), row.get("moved")) for row in rows)
     )
 
 
@@ -106,7 +96,7 @@ def _of_anchors(outcome: Outcome) -> tuple[Layer, ...]:
             traces[name] = traces.get(name, 0.0) + strength * (row.get("mean") or 0.0) * size
             sizes[name] = size
     total = sum(traces.values())
-    return tuple(Layer(n, sizes[n], trace / total, None, None) for n, trace in traces.items()) if total > 0 else ()
+    return tuple(Layer(n, sizes[n], trace / total, None) for n, trace in traces.items()) if total > 0 else ()
 
 
 def percent(share: float | None) -> str:
