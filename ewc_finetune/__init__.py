@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ewc_finetune.verbs.finetune import Finetuned, finetune
     from ewc_finetune.verbs.inspect import Inspection, inspect
     from ewc_finetune.verbs.merge import merge
+    from ewc_finetune.verbs.report import Report, report
 
 __all__ = [
     "Anchor",
@@ -43,6 +44,7 @@ __all__ = [
     "Penalty",
     "Probe",
     "Provenance",
+    "Report",
     "Retention",
     "Score",
     "__version__",
@@ -56,6 +58,7 @@ __all__ = [
     "measure",
     "merge",
     "register_rule",
+    "report",
 ]
 
 _HOMES = {
@@ -68,6 +71,7 @@ _HOMES = {
     "Probe": "probe_file",
     "Provenance": "provenance",
     "Retention": "probe",
+    "Report": "verbs.report",
     "Score": "verbs.evaluate",
     "check_rule": "curvature.check",
     "consolidate": "verbs.consolidate",
@@ -79,6 +83,7 @@ _HOMES = {
     "measure": "probe",
     "merge": "verbs.merge",
     "register_rule": "curvature.rules",
+    "report": "verbs.report",
 }
 
 

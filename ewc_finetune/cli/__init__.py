@@ -11,6 +11,7 @@ from ewc_finetune.cli.evaluate import evaluate
 from ewc_finetune.cli.finetune import finetune
 from ewc_finetune.cli.inspect import inspect
 from ewc_finetune.cli.merge import merge
+from ewc_finetune.cli.report import report
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -24,6 +25,7 @@ def main() -> None:
     ewc-ft evaluate model-fmnist.pt --data mnist --data fmnist
     ewc-ft merge a.safetensors b.safetensors --output both.safetensors
     ewc-ft inspect both.safetensors
+    ewc-ft report model-fmnist.run                    what came of it, on one page
 
     DATA is mnist, fmnist, kmnist, cifar10, digits, imagefolder:PATH, images:PATH, npz:FILE, csv:FILE, hf:DATASET,
     text:FILE, generate:N or package.module:function, with options behind a question mark: split=train|test,
@@ -38,3 +40,4 @@ main.add_command(evaluate)
 main.add_command(merge)
 main.add_command(inspect)
 main.add_command(completion)
+main.add_command(report)

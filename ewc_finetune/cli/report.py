@@ -1,0 +1,38 @@
+"""`ewc-ft report`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from ewc_finetune.cli.command import Command, printing_options
+
+if TYPE_CHECKING:
+    from ewc_finetune.cli.printer import Printer
+
+
+@click.command(cls=Command)
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path())
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(dir_okay=False),
+    help="The page.  [default: report.html in the run folder, in the folder that holds several, or beside those named; "
+    "there an earlier report is replaced]",
+)
+@click.option("--overwrite", is_flag=True, help="Replace any other file that is there.")
+@click.option("--title", metavar="TEXT", help="Of the page.  [default: what was learned, and what from]")
+@printing_options
+def report(runs: tuple[str, ...], output: str | None, overwrite: bool, title: str | None, printer: Printer) -> None:
+    """Say what came of RUN on one page of HTML, which fetches and runs nothing.
+
+    RUN is a run folder that finetune wrote (NAME.run), or a folder that holds several; several are compared, those
+    without anchors or at lambda 0 being plain fine-tuning.
+    """
+    from ewc_finetune.verbs.report import report as run
+
+    made = run(list(runs), output=output, overwrite=overwrite, title=title)
+    printer.note(made.sentence)
+    printer.note(f"{made.path}: {made.path.stat().st_size:,} bytes")
+    printer.result(made.to_json())
