@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from ewc_finetune.errors import EwcError
+from ewc_finetune.errors import EwcError, UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -46,21 +46,24 @@ def _take(context: click.Context, path: Path) -> None:
     from ewc_finetune.config import read_config
 
     options = {_name(option): option for option in context.command.params if _name(option) not in _NEVER}
+    known: dict[str, Any] = {}
     try:
-        found = read_config(path, options)
+        for name, value in read_config(path, options).items():
+            known[options[name].name or name] = _value(options[name], value, f"{path}: {name}")
     except EwcError as error:
         click.echo(f"Error: {error}", err=True)
         context.exit(error.exit_code)
-    known: dict[str, Any] = {}
-    for name, value in found.items():
-        option = options[name]
-        many = isinstance(option, click.Option) and option.multiple
-        known[option.name or name] = value if not many or isinstance(value, list) else [value]
-    _merge(context, known)
-
-
-def _merge(context: click.Context, known: Mapping[str, Any]) -> None:
     context.default_map = {**(context.default_map or {}), **known}
+
+
+def _value(option: click.Parameter, value: Any, where: str) -> Any:
+    """Return a value of a file as click would find it on the command line."""
+    many = isinstance(option, click.Option) and option.multiple
+    if isinstance(value, list) and not many:
+        raise UsageError(f"{where} is a list; it takes one value")
+    values = value if isinstance(value, list) else [value]
+    said = [item if isinstance(item, bool) else str(item) for item in values]
+    return said if many else said[0]
 
 
 def _name(option: click.Parameter) -> str:

@@ -155,7 +155,8 @@ class Journal:
     def evaluate(self, epoch: int, step: int, state: Callable[[], dict[str, Any]]) -> bool:
         """Score the domains and keep the state, which is known to be good; see `Observer`."""
         self.score(epoch, step)
-        self.measure(epoch, step)
+        if self._measured() != step:
+            self.measure(epoch, step)
         self._check_retention(step)
         self._undo = None
         self.step = self.last = step
@@ -174,8 +175,7 @@ class Journal:
         found = self._best if self.folder is None else torch.load(self.folder.best, weights_only=True)
         self.model.load_state_dict(found or {})
         self.scores, self.step = self._best_scores, self.selection.step
-        if self.meters:
-            self.retention = [meter.read(self.model, self.device, self.batch_size) for meter in self.meters]
+        self.retention = [meter.read(self.model, self.device, self.batch_size) for meter in self.meters]
         self.progress.note(f"the best state is that of step {self.selection.step:,}, which is kept")
 
     @property
@@ -198,7 +198,7 @@ class Journal:
 
     def _measured(self) -> int:
         """Return the step at which the probes were last measured."""
-        return next((int(line["step"]) for line in reversed(self.history) if "retention" in line), 0)
+        return next((int(line["step"]) for line in reversed(self.history) if "retention" in line), -1)
 
     def _check_retention(self, step: int) -> None:
         """Stop a run that has lost more than it may.

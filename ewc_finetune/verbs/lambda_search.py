@@ -182,16 +182,15 @@ class Retaining(_Threshold):
     upwards = False
 
     def __init__(self, share: float) -> None:
-        self.share = share
+        # A longer run goes further than the short ones do: a quarter of what may be lost is left to it.
+        self.wanted = share + 0.25 * (1 - share)
 
     def __str__(self) -> str:
-        return f"the smallest that keeps {self.share:.1%} of the answers to the probes"
+        return f"the smallest that keeps {self.wanted:.1%} of the answers to the probes"
 
     def judge(self, trial: Trial, earlier: Sequence[Trial]) -> Trial:
         """See `Aim`."""
-        # A longer run goes further than these do: a quarter of what may be lost is left to it.
-        wanted = self.share + 0.25 * (1 - self.share)
-        return replace(trial, within=(least_unchanged(trial.retention) or 0.0) >= wanted)
+        return replace(trial, within=(least_unchanged(trial.retention) or 0.0) >= self.wanted)
 
 
 class Best(Aim):

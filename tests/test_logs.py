@@ -1,0 +1,187 @@
+"""What a run says while it goes on, and where its options come from and go to."""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+
+import ewc_finetune as ewc
+from ewc_finetune.cli import main
+from ewc_finetune.cli.printer import Printer
+from ewc_finetune.config import differences, read_config, to_command, to_toml
+from ewc_finetune.errors import StorageError, UsageError
+from ewc_finetune.runs import read_run
+from ewc_finetune.verbs.recording import defaults
+
+BASE = ("finetune", "--model", "mlp?hidden=16", "--data", "digits", "--output", "m.pt")
+
+
+def option_names():
+    """The options of `finetune`, by their long names."""
+    return {max(option.opts, key=len).lstrip("-") for option in main.commands["finetune"].params}
+
+
+# Options
+
+
+def test_a_run_says_how_it_can_be_done_again(ewc_ft, tmp_path):
+    ewc_ft(*BASE, "--epochs", 1, "--lr", "1e-3", "--freeze", "body.norm1.*", "--clip", 0.5)
+    run = read_run(tmp_path / "m.run").document
+    assert run["command"] == (
+        "ewc-ft finetune --model 'mlp?hidden=16' --data digits --freeze 'body.norm1.*' --output m.pt --epochs 1 "
+        "--lr 0.001 --clip 0.5"
+    )
+    assert run["folder"] == str(tmp_path)
+    first = (tmp_path / "m.pt").read_bytes()
+    toml = (tmp_path / "m.run" / "run.toml").read_text()
+    assert toml == to_toml(run["options"])
+    for config in ("m.run/run.toml", "m.run", "m.run/run.json"):
+        ewc_ft("finetune", "--config", config, "--output", "again.pt", "--overwrite")
+        assert (tmp_path / "again.pt").read_bytes() == first
+        again = read_run(tmp_path / "again.run").document["options"]
+        assert {name for name in again if again[name] != run["options"][name]} == {"output", "overwrite"}
+
+
+def test_what_the_command_line_says_comes_before_the_config(ewc_ft, tmp_path):
+    (tmp_path / "run.toml").write_text(
+        'model = "mlp?hidden=16"\ndata = "digits"\neval = "digits"\nepochs = 3\nbatch_size = 50\nfreeze = ["head.*"]\n'
+    )
+    ewc_ft("finetune", "--config", "run.toml", "--epochs", 1, "-o", "m.pt")
+    options = read_run(tmp_path / "m.run").document["options"]
+    assert (options["epochs"], options["batch-size"], options["eval"]) == (1, 50, ["digits"])
+    assert options["freeze"] == ["head.*"]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "message"),
+    [
+        ("lamda = 3", 2, "there is no option 'lamda'. Did you mean 'lambda'?"),
+        ("batchsize = 3", 2, "there is no option 'batchsize'. Did you mean 'batch-size'?"),
+        ("[training]\nlr = 3", 2, "there is no option 'training'"),
+        ("[data]\nname = 3", 2, "data is a table; options stand at the top, one to a line: data = ..."),
+        ("epochs = 'many'", 2, "'many' is not a valid integer"),
+        ("lr = [1, 2]", 2, "run.toml: lr is a list; it takes one value"),
+        ("optimizer = 'adm'", 2, "Invalid value for '--optimizer'"),
+        ("quiet = true", 2, "there is no option 'quiet'"),
+        ("eval = [[1]]", 2, "no data is called"),
+        ("lr = ", 1, "run.toml is no TOML file"),
+        ("\x00", 1, "run.toml is no TOML file"),
+        (None, 1, "there is no config at run.toml"),
+    ],
+)
+def test_wrong_configs(ewc_ft, tmp_path, text, code, message):
+    if text is not None:
+        (tmp_path / "run.toml").write_text(text)
+    result = ewc_ft(*BASE, "--config", "run.toml", expect=code)
+    assert message in result.output
+    assert not (tmp_path / "m.run").exists()
+
+
+def test_a_config_that_is_no_run(ewc_ft, tmp_path):
+    (tmp_path / "a.run").mkdir()
+    assert "a.run is no run folder" in ewc_ft(*BASE, "--config", "a.run", expect=1).output
+    (tmp_path / "c.toml").write_text("b = 1")
+    with pytest.raises(UsageError, match="no option 'b'"):
+        read_config(tmp_path / "c.toml", ["a"])
+    with pytest.raises(StorageError, match="no config at"):
+        read_config(tmp_path / "d.toml", ["a"])
+
+
+def test_every_option_of_the_command_line_is_one_of_the_function():
+    assert option_names() - {"config", "resume", "dry-run", "quiet", "verbose", "json", "debug"} == defaults().keys()
+
+
+def test_commands_quote_what_they_must():
+    known = {"lambda": None, "overwrite": False, "eval": None, "lr": 0.1}
+    options = {"data": "a b?x=1&y=2", "lambda": [1e-5, 30.0], "overwrite": True, "eval": ["c", "d"], "lr": 0.1}
+    assert to_command(options, known) == (
+        "ewc-ft finetune --data 'a b?x=1&y=2' --lambda 1e-05 --lambda 30 --overwrite --eval c --eval d"
+    )
+    assert to_command({"lr": 0.30000000000000004}, known).endswith("0.30000000000000004")
+    assert differences({"a": 1, "b": [2]}, {"a": 1, "b": []}) == {"b": "b was not given, is [2]"}
+
+
+def test_a_run_of_a_module_has_no_command(tmp_path):
+    model = ewc.finetune("mlp?hidden=16", "digits?limit=20", epochs=0, eval_on=[]).model
+    done = ewc.finetune(model, "digits?limit=20", epochs=0, eval_on=[], output=tmp_path / "m.pt", architecture="x:Y")
+    run = read_run(done.run).document
+    assert run["command"] is None
+    assert run["options"]["model"] == "a MLP"
+
+
+# Where it is said
+
+
+def test_verbose_and_quiet(ewc_ft):
+    loud = ewc_ft(*BASE, "--epochs", 1, "--log-every", 5, "--verbose")
+    assert loud.stderr.count("step ") >= 4
+    assert "step 5: loss " in loud.stderr
+    assert "lr 0.0001" in loud.stderr
+    plain = ewc_ft(*BASE, "--epochs", 1, "--overwrite")
+    assert "step 5: loss" not in plain.stderr
+    assert "epoch 1: digits 0." in plain.stderr
+    quiet = ewc_ft(*BASE, "--epochs", 1, "--overwrite", "--quiet", "--json")
+    assert quiet.stderr == ""
+    assert json.loads(quiet.stdout)["steps"] == 15
+
+
+def test_without_a_terminal_a_line_a_minute(monkeypatch, capsys):
+    times = iter([0.0, 30.0, 61.0, 70.0, 122.0])
+    monkeypatch.setattr("ewc_finetune.cli.printer.time.monotonic", lambda: next(times))
+    with Printer(quiet=False, verbose=False, as_json=False).bar("fine-tuning on digits", 4000, "step") as bar:
+        for _ in range(4):
+            bar.advance(500, loss=0.51234, penalty=0.1)
+    assert capsys.readouterr().err.splitlines() == [
+        "fine-tuning on digits: 1,000 of 4,000 steps (25%), 03:03 left, loss 0.512, penalty 0.1",
+        "fine-tuning on digits: 2,000 of 4,000 steps (50%), 02:02 left, loss 0.512, penalty 0.1",
+    ]
+
+
+def test_no_total_and_no_figures(monkeypatch, capsys):
+    monkeypatch.setattr("ewc_finetune.cli.printer._SECONDS_BETWEEN_LINES", 0.0)
+    with Printer(quiet=False, verbose=False, as_json=False).bar("Fisher", None, "sample") as bar:
+        bar.advance(1500)
+    with Printer(quiet=True, verbose=False, as_json=False).bar("Fisher", None, "sample") as bar:
+        bar.advance(1500)
+    assert capsys.readouterr().err == "Fisher: 1,500 samples\n"
+
+
+def test_tensorboard(ewc_ft, tmp_path):
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    ewc_ft(*BASE, "--epochs", 2, "--log-every", 5, "--tensorboard")
+    events = reading.EventAccumulator(str(tmp_path / "m.run" / "tensorboard")).Reload()
+    assert {"train/loss", "train/lr", "accuracy/digits", "loss/digits"} <= set(events.Tags()["scalars"])
+    lines = [line for line in read_run(tmp_path / "m.run").lines if "loss" in line]
+    found = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert found == [(line["step"], pytest.approx(line["loss"])) for line in lines]
+
+
+def test_tensorboard_that_is_not_installed(ewc_ft, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard.writer", None)
+    result = ewc_ft(*BASE, "--tensorboard", expect=2)
+    assert "pip install 'ewc-finetune[tensorboard]'" in result.output
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(ewc_ft, shell, tmp_path):
+    script = ewc_ft("completion", shell).output
+    assert "_EWC_FT_COMPLETE" in script
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell} to read the script")
+    (tmp_path / "script").write_text(script)
+    subprocess.run([shell, "-n", str(tmp_path / "script")], check=True)
+
+
+def test_completing_choices():
+    from click.shell_completion import ShellComplete
+
+    def complete(*arguments):
+        words = ShellComplete(main, {}, "ewc-ft", "_EWC_FT_COMPLETE").get_completions(
+            list(arguments[:-1]), arguments[-1]
+        )
+        return [word.value for word in words]
+
+    assert complete("fine") == ["finetune"]
+    assert complete("finetune", "--decay", "") == ["constant", "cosine", "linear"]
+    assert "--patience" in complete("finetune", "--p")
