@@ -3,6 +3,17 @@
 A message says what is wrong, where, what was expected, and what to do about it.
 """
 
+from collections.abc import Sequence
+
+# Of many things that are alike, so many are named.
+_NAMED = 4
+
+
+def few(things: Sequence[str], between: str = ", ") -> str:
+    """Name the first few of many things, and say how many more there are."""
+    more = [f"and {len(things) - _NAMED} more"] if len(things) > _NAMED else []
+    return between.join([*things[:_NAMED], *more])
+
 
 class EwcError(Exception):
     """Anything this package refuses or cannot do; exit code 1."""

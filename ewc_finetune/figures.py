@@ -16,7 +16,7 @@ FORMATS = ("png", "pdf", "svg")
 
 
 def draw_run(path: Path, history: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Draw a run: loss and penalty over the steps, accuracy on every domain over the epochs.
+    """Draw a run: loss and penalty over the steps, accuracy on every domain at each evaluation.
 
     Args:
         path: The file to write, in the format that it ends in.
@@ -43,12 +43,12 @@ def draw_run(path: Path, history: Sequence[Mapping[str, Any]], title: str) -> No
     for domain in domains:
         scores = [line["scores"][domain] for line in scored]
         values = [100 * score["accuracy"] if by_accuracy else score["loss"] for score in scores]
-        (curve,) = accuracies.plot([line["epoch"] for line in scored], values, marker="o", label=_plain(domain))
+        (curve,) = accuracies.plot([line["step"] for line in scored], values, marker="o", label=_plain(domain))
         accuracies.annotate(
-            f"{values[-1]:.1f}", (scored[-1]["epoch"], values[-1]), xytext=(6, -3), textcoords="offset points",
+            f"{values[-1]:.1f}", (scored[-1]["step"], values[-1]), xytext=(6, -3), textcoords="offset points",
             color=curve.get_color(), fontsize=9,
         )  # fmt: skip
-    accuracies.set(xlabel="epoch (0: before)")
+    accuracies.set(xlabel="step (0: before)")
     if by_accuracy:
         accuracies.set(ylabel="accuracy, %", title="Accuracy by domain", ylim=(0, 102))
     else:

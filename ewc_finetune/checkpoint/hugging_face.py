@@ -29,7 +29,7 @@ from ewc_finetune.checkpoint.checkpoint import Checkpoint, Record, cpu_state
 from ewc_finetune.checkpoint.weights import Weights
 from ewc_finetune.choices import LikelihoodName
 from ewc_finetune.devices import random_state_kept
-from ewc_finetune.errors import ArchitectureError, CheckpointError, StorageError
+from ewc_finetune.errors import ArchitectureError, CheckpointError, StorageError, few
 from ewc_finetune.files import atomic_folder, storage_errors
 from ewc_finetune.purpose import Purpose, Task
 
@@ -171,10 +171,9 @@ class HuggingFace(Checkpoint):
 
     def _refuse(self, kind: Any, problems: Sequence[str]) -> None:
         if problems:
-            more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
             raise ArchitectureError(
                 f"{self.label}: its weights are not those of {kind.__name__} as config.json describes it: "
-                f"{'; '.join(problems[:3])}{more}. Copy both from where the model came"
+                f"{few(problems, '; ')}. Copy both from where the model came"
             )
 
     def _check_names(self, model: nn.Module, text: str) -> None:
@@ -196,8 +195,7 @@ class HuggingFace(Checkpoint):
                 )
         others = [name for name in self.state if name not in state]
         if others:
-            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-            self.remarks += (f"{self.label}: {', '.join(others[:3])}{more}: none of the model's, kept as it is",)
+            self.remarks += (f"{self.label}: {few(others)}: none of the model's, kept as it is",)
 
     def save(
         self, path: Path, model: nn.Module, record: Record, dtypes: Mapping[str, torch.dtype] | None = None

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ewc_finetune.checkpoint.checkpoint import Record
 from ewc_finetune.checkpoint.program import Program, silent
-from ewc_finetune.errors import ArchitectureError, CheckpointError
+from ewc_finetune.errors import ArchitectureError, CheckpointError, few
 from ewc_finetune.files import sha256
 
 if TYPE_CHECKING:  # an extra: what is not there is said when a file needs it
@@ -209,11 +209,7 @@ def _of_links(links: Links) -> list[str]:
     found = []
     if links.shared:
         names = [f"{source} (of {len(uses)} layers)" for source, uses in links.shared.items()]
-        found.append(f"what is one tensor in the file is trained as one: {_shortened(names)}")
+        found.append(f"what is one tensor in the file is trained as one: {few(names)}")
     if links.constants:
-        found.append(f"constants that nothing shows to be weights stay as they are: {_shortened(links.constants)}")
+        found.append(f"constants that nothing shows to be weights stay as they are: {few(links.constants)}")
     return found
-
-
-def _shortened(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

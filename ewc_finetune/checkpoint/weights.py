@@ -11,7 +11,7 @@ from ewc_finetune.anchor import check_model
 from ewc_finetune.checkpoint.architecture import FORMS, build, uninitialised
 from ewc_finetune.checkpoint.checkpoint import Record, Stateful
 from ewc_finetune.checkpoint.recognition import COUNTS, recognise
-from ewc_finetune.errors import ArchitectureError, CheckpointError
+from ewc_finetune.errors import ArchitectureError, CheckpointError, few
 
 # What wrappers put before names: DataParallel, torch.compile, Lightning and others that keep the model as an attribute.
 PREFIXES = ("module.", "_orig_mod.", "model.")
@@ -140,9 +140,8 @@ def _fit(model: nn.Module, state: Mapping[str, Tensor], label: str, architecture
         if name not in state and id(slot) not in present and not name.endswith(COUNTS)
     ]
     if problems:
-        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ArchitectureError(
-            f"the architecture {architecture} does not fit {label}: {'; '.join(problems[:3])}{more}. "
+            f"the architecture {architecture} does not fit {label}: {few(problems, '; ')}. "
             "Name the right one with --arch"
         )
     filled: dict[int, str] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from ewc_finetune._version import __version__
-from ewc_finetune.address import parse, suggest
+from ewc_finetune.address import parse
 from ewc_finetune.anchor import Anchor, cpu_copy, validate
 from ewc_finetune.checkpoint.architecture import builds_by_itself
 from ewc_finetune.checkpoint.checkpoint import FROZEN
@@ -46,6 +45,7 @@ from ewc_finetune.inputs import count, take
 from ewc_finetune.kronecker import Rank, check_rank
 from ewc_finetune.likelihood import Likelihood, get_likelihood
 from ewc_finetune.modes import normalisation_layers
+from ewc_finetune.patterns import matching
 from ewc_finetune.probe import take_probe
 from ewc_finetune.probe_file import Probe, describe
 from ewc_finetune.progress import Progress, Silent
@@ -325,10 +325,7 @@ def _excluded(model: nn.Module, patterns: Sequence[str]) -> dict[str, str]:
     names = [name for name, _ in model.named_parameters()]
     excluded = {name: FROZEN for name, p in model.named_parameters() if not p.requires_grad}
     for pattern in patterns:
-        matching = fnmatch.filter(names, pattern)
-        if not matching:
-            raise UsageError(f"--exclude {pattern} matches no parameter. {suggest(pattern, names)}")
-        excluded |= dict.fromkeys(matching, f"--exclude {pattern}")
+        excluded |= dict.fromkeys(matching(names, pattern, "--exclude"), f"--exclude {pattern}")
     if len(excluded) == len(names):
         raise UsageError("no parameter is left to compute a Fisher for: all are frozen or excluded")
     return excluded

@@ -12,7 +12,7 @@ from torch import Tensor
 from ewc_finetune.checkpoint.checkpoint import Record
 from ewc_finetune.checkpoint.hugging_face import HuggingFace
 from ewc_finetune.checkpoint.opening import globals_asked_for, load_checkpoint, open_checkpoint
-from ewc_finetune.errors import ArchitectureError, CheckpointError
+from ewc_finetune.errors import ArchitectureError, CheckpointError, few
 from ewc_finetune.modes import normalisation_layers
 
 
@@ -63,10 +63,10 @@ class CheckpointInspection:
                 for dtype, known in self.weights.items()
             ),
             ("tied", "; ".join(" and ".join(names) for names in self.tied)),
-            ("normalisation", _shortened(self.normalisation)),
-            ("classes", _shortened(self.record.classes or [])),
+            ("normalisation", few(self.normalisation)),
+            ("classes", few(self.record.classes or [])),
             ("trained under", "; ".join(f"{e.get('name')} (lambda {e.get('lambda')})" for e in self.record.lineage)),
-            ("unsafe", f"its pickle asks for {_shortened(self.unsafe)}" if self.unsafe else ""),
+            ("unsafe", f"its pickle asks for {few(self.unsafe)}" if self.unsafe else ""),
         ]
         return [(name, value) for name, value in found if value] + [("note", remark) for remark in self.remarks]
 
@@ -148,7 +148,3 @@ def _tied(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 
 def _key(tensor: Tensor) -> object:
     return (tensor.data_ptr(), tensor.shape) if tensor.numel() else id(tensor)
-
-
-def _shortened(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
