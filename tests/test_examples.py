@@ -49,6 +49,24 @@ def test_how_many_samples(tmp_path, data_dir):
 
 
 @pytest.mark.slow
+def test_probes(tmp_path, data_dir):
+    table = run("probes.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
+    assert "| lambda | accuracy kept | answers unchanged | probe of 64 | probe of 256 | probe of 1,000 |" in table
+    rows = list(csv.DictReader((tmp_path / "probes.csv").read_text().splitlines()))
+    assert len(rows) == 2 * 3 * 10
+    assert all(abs(float(row["unchanged"]) - float(row["true_unchanged"])) < 0.3 for row in rows)
+    assert (tmp_path / "probes.png").is_file()
+
+
+@pytest.mark.slow
+def test_choosing_lambda(tmp_path, data_dir):
+    run("choosing_lambda.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
+    rows = list(csv.DictReader((tmp_path / "lambdas.csv").read_text().splitlines()))
+    assert len(rows) == 3 * (1 + 2 + 3)
+    assert all(float(row["strength"]) > 0 for row in rows if row["way"].startswith("auto"))
+
+
+@pytest.mark.slow
 def test_offline_regression(tmp_path):
     table = run("offline_regression.py", "--quick", "--output", tmp_path)
     assert "| offline EWC, after all four |" in table

@@ -68,8 +68,8 @@ def _strengths(context: click.Context, parameter: click.Parameter, values: tuple
     "--retain",
     type=float,
     metavar="X",
-    help="The share of the answers to the anchors' probes that must stay as they were: stops a run that falls below, "
-    "and is what auto looks for.",
+    help="The share of the answers to the anchors' probes that must stay as they were: what auto looks for; a run that "
+    "falls below it is stopped.",
 )
 @click.option(
     "--penalty-form",

@@ -143,8 +143,9 @@ def finetune(
             for others. `auto` looks for the largest that costs the new domain no more than `tolerance`, in five runs of
             half as many epochs, on samples that are held out of it; see `search_lambda`.
         tolerance: Of `auto`: the share of the plain run's accuracy that may be lost.
-        retain: The share of the answers to the anchors' probes (`consolidate --probe`) that must stay as they were: a
-            run that falls below it is stopped, and `auto` looks for the smallest lambda that keeps it.
+        retain: The share of the answers to the anchors' probes (`consolidate --probe`) that must stay as they were:
+            `auto` looks for the smallest lambda that keeps it. A run that has less of them at an evaluation, and no
+            more than before, is stopped, as is one that ends with less.
         penalty_form: `gradient` adds the penalty's gradient to the loss's; `proximal` takes the exact implicit step of
             the penalty after each of the optimizer's, which is stable at any lambda.
         lineage: What an anchor pulls to that had a part in a later one: `all` to its own weights, `latest` to the later
@@ -336,6 +337,7 @@ def _train(
         progress.note("half-precision weights were trained in float32 and are rounded back now")
         journal.score(schedule.epochs, steps)
         journal.measure(schedule.epochs, steps)
+    journal.check_retention(journal.step)
     return steps
 
 

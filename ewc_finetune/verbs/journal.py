@@ -18,7 +18,7 @@ from ewc_finetune.data.layout import Layout
 from ewc_finetune.errors import RetentionError
 from ewc_finetune.likelihood import Likelihood
 from ewc_finetune.meters import Meter
-from ewc_finetune.probe import Retention
+from ewc_finetune.probe import Retention, least_unchanged
 from ewc_finetune.progress import Progress
 from ewc_finetune.run_folder import RunFolder
 from ewc_finetune.verbs.evaluate import Score, score
@@ -129,7 +129,6 @@ class Journal:
             self.progress.detail(f"step {line['step']:,}: {told}")
             if self.meters and line["step"] - self._measured() >= self._spacing:
                 self.measure(line["epoch"], line["step"])
-                self._check_retention(line["step"])
 
     def score(self, epoch: int, step: int) -> list[Score]:
         """Score every watched domain, now."""
@@ -157,14 +156,14 @@ class Journal:
         self.score(epoch, step)
         if self._measured() != step:
             self.measure(epoch, step)
-        self._check_retention(step)
+        self._check_falling(step)
         self._undo = None
         self.step = self.last = step
         go_on = self._select(step)
         if self.folder is not None:
             save_state_dict(self.folder.last, self.model, self.record, self.dtypes)
             self.folder.save_state({"training": state(), "journal": self._state()})
-        if self._kept is not None:
+        if self._kept is not None and not self._lost():
             self._kept = cpu_copy(self.model.state_dict())
         return go_on
 
@@ -196,23 +195,39 @@ class Journal:
         """Return the seconds that the run has taken, its evaluations included."""
         return self.seconds + time.perf_counter() - self._started
 
-    def _measured(self) -> int:
-        """Return the step at which the probes were last measured."""
-        return next((int(line["step"]) for line in reversed(self.history) if "retention" in line), -1)
-
-    def _check_retention(self, step: int) -> None:
-        """Stop a run that has lost more than it may.
+    def check_retention(self, step: int) -> None:
+        """Refuse a state in which more is lost than may be.
 
         Raises:
             RetentionError: saying what is kept, and what was to be.
         """
-        for found in self.retention:
-            if self.retain is not None and found.unchanged is not None and found.unchanged < self.retain:
-                raise RetentionError(
-                    f"after step {step:,} the model gives {found.unchanged:.1%} of its old answers to the probe of "
-                    f"{found.data} in {found.anchor}, and {self.retain:.1%} are to be kept. Use a larger --lambda, or "
-                    "--lambda auto, which looks for one that keeps them"
-                )
+        lost = self._lost()
+        if lost:
+            raise RetentionError(
+                f"after step {step:,} the model gives {lost[0].unchanged:.1%} of its old answers to the probe of "
+                f"{lost[0].data} in {lost[0].anchor}, and {self.retain:.1%} are to be kept. Use a larger --lambda, or "
+                "--lambda auto, which looks for one that keeps them"
+            )
+
+    def _measured(self) -> int:
+        """Return the step at which the probes were last measured."""
+        return next((int(line["step"]) for line in reversed(self.history) if "retention" in line), -1)
+
+    def _check_falling(self, step: int) -> None:
+        """Stop a run that has lost more than it may and goes on losing: the first steps may lose what comes back.
+
+        Raises:
+            RetentionError: see `check_retention`.
+        """
+        readings = [line["retention"] for line in self.history if "retention" in line][-2:]
+        shares = [least_unchanged([Retention(**found) for found in reading]) for reading in readings]
+        if len(shares) > 1 and shares[0] is not None and shares[1] is not None and shares[1] <= shares[0]:
+            self.check_retention(step)
+
+    def _lost(self) -> list[Retention]:
+        """Return the readings of the probes of which less is kept than must be."""
+        wanted = self.retain or 0.0
+        return [found for found in self.retention if found.unchanged is not None and found.unchanged < wanted]
 
     def _select(self, step: int) -> bool:
         """Keep the state if it is the best so far, and return whether to go on."""
