@@ -104,22 +104,21 @@ def as_stacks(anchors: Any) -> list[Stack]:
         UsageError: if there is none, or two would have the same name.
     """
     given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
-    stacks: dict[tuple[str, ...], Stack] = {}
+    stacks: dict[tuple[str | int, ...], Stack] = {}
     for item in given:
         stack = (item,) if isinstance(item, (Anchor, str, Path)) else tuple(item)
         if stack:
-            stacks.setdefault(tuple(map(_said, stack)), stack)
+            stacks.setdefault(tuple(id(one) if isinstance(one, Anchor) else str(one) for one in stack), stack)
     if not stacks:
         raise UsageError("a sweep tries how strongly anchors should hold, and there is none; name them with --anchors")
-    labels: dict[str, tuple[str, ...]] = {}
-    for said in stacks:
-        label = stack_label(said)  # of its runs' names
-        if label in labels:
+    labels: dict[str, Stack] = {}
+    for stack in stacks.values():
+        other = labels.setdefault(label_of(stack), stack)
+        if other is not stack:
             raise UsageError(
-                f"the runs of {', '.join(labels[label])} and of {', '.join(said)} would have the same names; give the "
-                "files different ones"
+                f"the runs of {', '.join(map(_said, other))} and of {', '.join(map(_said, stack))} would have the same "
+                "names; give the anchors files of different names"
             )
-        labels[label] = said
     return list(stacks.values())
 
 

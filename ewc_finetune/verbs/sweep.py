@@ -18,7 +18,7 @@ from ewc_finetune.checkpoint.opening import ending_of, is_there
 from ewc_finetune.checkpoint.state_dict import StateDict
 from ewc_finetune.choices import PenaltyForm
 from ewc_finetune.config import differences
-from ewc_finetune.errors import EwcError, StorageError, UsageError
+from ewc_finetune.errors import EwcError, NonFiniteError, StorageError, UsageError
 from ewc_finetune.files import beside
 from ewc_finetune.progress import Bar, Progress, Silent
 from ewc_finetune.reporting.outcome import new_domain
@@ -157,10 +157,15 @@ def _looks(
     """Try a little of one run of each stack and form: what does not fit is refused before the first one is made."""
     looks: dict[tuple[str, str], Estimate] = {}
     told = _Once(progress)
-    for point in sorted(points, key=lambda point: point.strength == 0):
+    for point in sorted(points, key=lambda point: (point.strength == 0, point.strength)):
         key = (point.stack, point.form)
-        if key not in looks:
-            looks[key] = dry_run(finetune, model, data, **{**options, **point.options}, progress=told)
+        if key in looks:
+            continue
+        tried = {**options, **point.options, "progress": told}
+        try:
+            looks[key] = dry_run(finetune, model, data, **tried)
+        except NonFiniteError:  # a lambda may be too large, which its run will say
+            looks[key] = dry_run(finetune, model, data, **{**tried, "lambdas": [0.0]})
     starts = {str((look.found or {})["checkpoint"]["sha256"]) for look in looks.values()}
     if len(starts) > 1:
         progress.note(
