@@ -167,18 +167,21 @@ def draw_frontier(
                 point.label, (point.learned, point.kept), xytext=(-5, -11), textcoords="offset points", ha="right",
                 fontsize=8, color=line.get_color(),
             )  # fmt: skip
-    if knee is not None:
-        at, said = knee
-        axes.plot([at.learned], [at.kept], "o", markersize=14, fillstyle="none", color="black", markeredgewidth=1.6)
-        axes.annotate(
-            _plain(said), (at.learned, at.kept), xytext=(10, 10), textcoords="offset points", fontweight="bold",
-            path_effects=[withStroke(linewidth=3, foreground="white")],
-        )  # fmt: skip
     axes.margins(0.14)
     axes.set(xlabel=_plain(labels[0]), ylabel=_plain(labels[1]), title=_plain(title))
     for turn, invert in zip(falling, (axes.invert_xaxis, axes.invert_yaxis), strict=True):
         if turn:
             invert()
+    if knee is not None:
+        at, said = knee
+        axes.plot([at.learned], [at.kept], "o", markersize=14, fillstyle="none", color="black", markeredgewidth=1.6)
+        left, right = axes.get_xlim()
+        on_the_right = (at.learned - left) / (right - left) > 0.5
+        axes.annotate(
+            _plain(said), (at.learned, at.kept), xytext=(8 if on_the_right else -8, 12), textcoords="offset points",
+            ha="right" if on_the_right else "left", fontweight="bold",
+            path_effects=[withStroke(linewidth=3, foreground="white")],
+        )  # fmt: skip
     if drawn:
         axes.legend(frameon=False, loc="lower left")
     axes.spines[["top", "right"]].set_visible(False)
