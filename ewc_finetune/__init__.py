@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ewc_finetune.verbs.inspect import Inspection, inspect
     from ewc_finetune.verbs.merge import merge
     from ewc_finetune.verbs.report import Report, report
+    from ewc_finetune.verbs.sweep import Sweep, sweep
 
 __all__ = [
     "Anchor",
@@ -47,6 +48,7 @@ __all__ = [
     "Report",
     "Retention",
     "Score",
+    "Sweep",
     "__version__",
     "check_rule",
     "compute_fisher",
@@ -59,6 +61,7 @@ __all__ = [
     "merge",
     "register_rule",
     "report",
+    "sweep",
 ]
 
 _HOMES = {
@@ -73,6 +76,7 @@ _HOMES = {
     "Retention": "probe",
     "Report": "verbs.report",
     "Score": "verbs.evaluate",
+    "Sweep": "verbs.sweep",
     "check_rule": "curvature.check",
     "consolidate": "verbs.consolidate",
     "compute_fisher": "curvature.fisher",
@@ -84,6 +88,7 @@ _HOMES = {
     "merge": "verbs.merge",
     "register_rule": "curvature.rules",
     "report": "verbs.report",
+    "sweep": "verbs.sweep",
 }
 
 

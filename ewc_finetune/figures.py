@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 from ewc_finetune.errors import UsageError
 from ewc_finetune.files import atomic_write
@@ -103,4 +105,85 @@ def draw_importance(path: Path, layers: Sequence[Mapping[str, Any]], title: str)
     axes.invert_yaxis()
     axes.set(xlabel="% of the trace", title=_plain(title), xlim=(0, 1.12 * max(shares, default=1.0)))
     axes.spines[["top", "right"]].set_visible(False)
+    save_figure(path, figure)
+
+
+@dataclass(frozen=True)
+class FrontierPoint:
+    """One point of a frontier.
+
+    Attributes:
+        learned: Its place from left to right.
+        kept: Its place from bottom to top.
+        label: What stands beside it.
+        deviations: How far runs with other seeds lie from it, likewise: a standard deviation; 0 of one run.
+    """
+
+    learned: float
+    kept: float
+    label: str
+    deviations: tuple[float, float] = (0.0, 0.0)
+
+
+def draw_frontier(
+    path: Path,
+    curves: Mapping[str, Sequence[FrontierPoint]],
+    plain: FrontierPoint | None,
+    knee: tuple[FrontierPoint, str] | None,
+    labels: tuple[str, str],
+    falling: tuple[bool, bool],
+    title: str,
+) -> None:
+    """Draw what is kept against what is learned, the better of both up and to the right.
+
+    Args:
+        path: The file to write, in the format that it ends in.
+        curves: By name, the points of each in the order in which they are joined.
+        plain: The run without a penalty.
+        knee: The point to mark, and what to say there.
+        labels: Of the axes: what is learned, what is kept.
+        falling: Whether less is better of each.
+        title: One line above the figure.
+    """
+    figure = Figure(figsize=(7.5, 5.5), layout="constrained")
+    axes = figure.subplots()
+    drawn: list[tuple[str, Sequence[FrontierPoint], dict[str, Any]]]
+    drawn = [(name, points, {"marker": "o"}) for name, points in curves.items()]
+    if plain is not None:
+        drawn.append(("plain fine-tuning", [plain], {"marker": "s", "color": "0.4", "linestyle": "none"}))
+    for name, points, style in drawn:
+        x, y = [point.learned for point in points], [point.kept for point in points]
+        (line,) = axes.plot(x, y, label=_plain(name), markersize=5, **style)
+        spread = [point.deviations for point in points]
+        if any(map(any, spread)):
+            axes.errorbar(
+                x, y, xerr=[d[0] for d in spread], yerr=[d[1] for d in spread], fmt="none", ecolor=line.get_color(),
+                elinewidth=0.8, capsize=2, alpha=0.6,
+            )  # fmt: skip
+        for point in points:
+            if knee is not None and point is knee[0]:
+                continue  # its label says more
+            axes.annotate(
+                point.label, (point.learned, point.kept), xytext=(-5, -11), textcoords="offset points", ha="right",
+                fontsize=8, color=line.get_color(),
+            )  # fmt: skip
+    axes.margins(0.14)
+    axes.set(xlabel=_plain(labels[0]), ylabel=_plain(labels[1]), title=_plain(title))
+    for turn, invert in zip(falling, (axes.invert_xaxis, axes.invert_yaxis), strict=True):
+        if turn:
+            invert()
+    if knee is not None:
+        at, said = knee
+        axes.plot([at.learned], [at.kept], "o", markersize=14, fillstyle="none", color="black", markeredgewidth=1.6)
+        left, right = axes.get_xlim()
+        on_the_right = (at.learned - left) / (right - left) > 0.5
+        axes.annotate(
+            _plain(said), (at.learned, at.kept), xytext=(8 if on_the_right else -8, 12), textcoords="offset points",
+            ha="right" if on_the_right else "left", fontweight="bold",
+            path_effects=[withStroke(linewidth=3, foreground="white")],
+        )  # fmt: skip
+    if drawn:
+        axes.legend(frameon=False, loc="lower left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
     save_figure(path, figure)

@@ -45,7 +45,7 @@ class RunFolder:
         with storage_errors(path):
             # Without a buffer each line is one write, of which a killed process leaves all or nothing.
             self._metrics = (path / "metrics.jsonl").open("ab", buffering=0)
-        if not _locked(self._metrics):
+        if not lock(self._metrics):
             self._metrics.close()
             raise StorageError(f"the run {path} is being written by another process; wait for it, or stop it first")
 
@@ -192,8 +192,8 @@ def _give_way(path: Path, earlier: Path | None) -> None:
             earlier.rename(path)
 
 
-def _locked(file: IO[bytes]) -> bool:
-    """Lock a file for this process, until it is closed; whether it could be had. Where there are no locks, it can."""
+def lock(file: IO[bytes] | int) -> bool:
+    """Lock a file or folder until it is closed; whether it could be had. Where there are no locks, it can."""
     try:
         import fcntl
     except ImportError:  # no POSIX system

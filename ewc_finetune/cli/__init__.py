@@ -12,6 +12,7 @@ from ewc_finetune.cli.finetune import finetune
 from ewc_finetune.cli.inspect import inspect
 from ewc_finetune.cli.merge import merge
 from ewc_finetune.cli.report import report
+from ewc_finetune.cli.sweep import sweep
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -23,6 +24,7 @@ def main() -> None:
     ewc-ft consolidate model.pt --data mnist          while the old data is at hand
     ewc-ft finetune --anchors model.anchor.safetensors --data fmnist
     ewc-ft evaluate model-fmnist.pt --data mnist --data fmnist
+    ewc-ft sweep --anchors model.anchor.safetensors --data fmnist --lambda 1..10000:5 --eval mnist --eval fmnist
     ewc-ft merge a.safetensors b.safetensors --output both.safetensors
     ewc-ft inspect both.safetensors
     ewc-ft report model-fmnist.run                    what came of it, on one page
@@ -41,3 +43,4 @@ main.add_command(merge)
 main.add_command(inspect)
 main.add_command(completion)
 main.add_command(report)
+main.add_command(sweep)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,17 +16,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 _NEVER = {"config", "resume", "help", "dry-run", "quiet", "verbose", "json", "debug"}
 
 
-def config_option(function: F) -> F:
-    """Add `--config`."""
+def config_option(of_run: Callable[[MutableMapping[str, Any]], None] | None = None) -> Callable[[F], F]:
+    """Add `--config`; what a run says may be changed by `of_run` before it is taken."""
+
+    def configured(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            _take(context, Path(value), of_run)
+
     return click.option(
         "--config",
         type=click.Path(),
         metavar="FILE",
         is_eager=True,
         expose_value=False,
-        callback=_configured,
+        callback=configured,
         help="Take options from a TOML file (lambda = 100), a run folder or its run.json; those given here win.",
-    )(function)
+    )
 
 
 def resumed(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -36,19 +41,17 @@ def resumed(context: click.Context, parameter: click.Parameter, value: str | Non
     return value
 
 
-def _configured(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
-    if value is not None:
-        _take(context, Path(value))
-
-
-def _take(context: click.Context, path: Path) -> None:
+def _take(context: click.Context, path: Path, of_run: Callable[[MutableMapping[str, Any]], None] | None = None) -> None:
     """Make what a file says the defaults of this command."""
     from ewc_finetune.config import read_config
 
     options = {_name(option): option for option in context.command.params if _name(option) not in _NEVER}
     known: dict[str, Any] = {}
     try:
-        for name, value in read_config(path, options).items():
+        found = read_config(path, options)
+        if of_run is not None and (path.is_dir() or path.name == "run.json"):
+            of_run(found)
+        for name, value in found.items():
             known[options[name].name or name] = _value(options[name], value, f"{path}: {name}")
     except EwcError as error:
         click.echo(f"Error: {error}", err=True)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ewc_finetune.choices import HEADS, LIKELIHOODS, LINEAGES, NORM_STATS, PENALTY_FORMS
-from ewc_finetune.cli.command import Command, common_options, dry_run_option, only_one, trust_option
+from ewc_finetune.choices import PENALTY_FORMS
+from ewc_finetune.cli.adapting import adapting_options, starting_options
+from ewc_finetune.cli.command import Command, common_options, dry_run_option
 from ewc_finetune.cli.config import config_option, resumed
-from ewc_finetune.cli.training import training_options
 
 if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
@@ -38,14 +38,7 @@ def _strengths(context: click.Context, parameter: click.Parameter, values: tuple
     type=click.Path(dir_okay=False),
     help="An anchor to be held by; repeatable, oldest first. Without any it is plain training.",
 )
-@click.option("--data", required=True, multiple=True, callback=only_one, metavar="DATA", help="The new domain.")
-@click.option(
-    "--model",
-    metavar="MODEL",
-    help="Start from this checkpoint, or from fresh weights of an architecture "
-    "(mlp, cnn, torchvision:NAME, package.module:Class).  [default: the newest anchor's weights]",
-)
-@click.option("--arch", metavar="ARCH", help="What to build for a checkpoint that doesn't say.")
+@starting_options
 @click.option(
     "--lambda",
     "lambdas",
@@ -65,13 +58,6 @@ def _strengths(context: click.Context, parameter: click.Parameter, values: tuple
     help="Of --lambda auto: the share of plain fine-tuning's accuracy on the new domain that may be lost.",
 )
 @click.option(
-    "--retain",
-    type=float,
-    metavar="X",
-    help="The share of the answers to the anchors' probes that must stay as they were: what auto looks for; a run that "
-    "falls below it is stopped.",
-)
-@click.option(
     "--penalty-form",
     type=click.Choice(PENALTY_FORMS),
     default="gradient",
@@ -79,49 +65,7 @@ def _strengths(context: click.Context, parameter: click.Parameter, values: tuple
     help="Add the penalty's gradient to the loss's, or take its exact implicit step after each of the optimizer's, "
     "which is stable at any lambda.",
 )
-@click.option(
-    "--lineage",
-    type=click.Choice(LINEAGES),
-    default="all",
-    show_default=True,
-    help="Of an anchor that had a part in a newer one: pull to its own weights all the same, or to the newest it had a "
-    "part in.",
-)
-@click.option(
-    "--head",
-    type=click.Choice(HEADS),
-    default="shared",
-    show_default=True,
-    help="Share the last layer with the old domains; take a new one for the new domain's classes; or expand it by "
-    "outputs for new labels.",
-)
-@click.option("--freeze", multiple=True, metavar="GLOB", help="Parameters not to train (features.*); repeatable.")
-@training_options
-@click.option(
-    "--norm-stats",
-    type=click.Choice(NORM_STATS),
-    help="Keep the running statistics of normalisation "
-    "layers, or let them follow the new data.  [default: frozen; update for fresh weights]",
-)
-@click.option(
-    "--likelihood",
-    type=click.Choice(LIKELIHOODS),
-    help="How outputs become the loss.  [default: the anchors', else what a model folder says, else categorical]",
-)
-@click.option(
-    "--eval",
-    "eval_on",
-    multiple=True,
-    metavar="DATA",
-    help="A domain to score before training and at each evaluation; repeatable.  [default: the new one]",
-)
-@click.option(
-    "--select-on",
-    multiple=True,
-    metavar="DATA",
-    help="A domain whose score says which state, or which lambda of auto, is the best; repeatable.  [default: the new "
-    "one]",
-)
+@adapting_options
 @click.option(
     "--output",
     "-o",
@@ -129,8 +73,6 @@ def _strengths(context: click.Context, parameter: click.Parameter, values: tuple
     help="The new checkpoint; the run folder goes beside it.  [default: named for the anchor and the data]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the output and its run folder if they exist.")
-@click.option("--log-every", type=click.IntRange(1), default=50, show_default=True, help="Steps between log lines.")
-@click.option("--tensorboard", is_flag=True, help="Write the log for TensorBoard too, into the run folder.")
 @click.option(
     "--resume",
     type=click.Path(file_okay=False),
@@ -140,7 +82,7 @@ def _strengths(context: click.Context, parameter: click.Parameter, values: tuple
     callback=resumed,
     help="Go on with a run that was stopped, by its folder: with its options, to the same bytes.",
 )
-@config_option
+@config_option()
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**63 - 1),
@@ -149,7 +91,6 @@ def _strengths(context: click.Context, parameter: click.Parameter, values: tuple
     help="Of fresh weights, sample order and dropout.",
 )
 @dry_run_option
-@trust_option
 @common_options
 def finetune(
     anchors: tuple[str, ...],

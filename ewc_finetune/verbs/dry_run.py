@@ -38,12 +38,14 @@ class Estimate:
         memory: The most that this process took when a little of the work was tried, in bytes: `host`, and of a CUDA
             `device`; None where the system does not say.
         files: What it will write.
+        found: What the options of a fine-tune turned out to be, as its `run.json` has it.
     """
 
     work: dict[str, int | None]
     seconds: float | None
     memory: dict[str, int | None]
     files: tuple[Path, ...]
+    found: dict[str, Any] | None = None
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -55,7 +57,8 @@ class Estimate:
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it in values that JSON has."""
-        return {**vars(self), "files": [str(path) for path in self.files]}
+        known = {name: value for name, value in vars(self).items() if name != "found"}
+        return {**known, "files": [str(path) for path in self.files]}
 
 
 class _Checked(Exception):  # noqa: N818 - no error: it carries the estimate out of a verb
@@ -64,12 +67,12 @@ class _Checked(Exception):  # noqa: N818 - no error: it carries the estimate out
 
 
 def dry_run(verb: Callable[..., object], *arguments: Any, **options: Any) -> Estimate:
-    """Do what `consolidate` or `finetune` does up to its first step, try a few batches, and write nothing.
+    """Do what `consolidate`, `finetune` or `sweep` does up to its first step, try a few batches, and write nothing.
 
     Models are left as they were.
 
     Args:
-        verb: One of the two.
+        verb: One of the three.
         arguments: Its arguments.
         options: Likewise.
 

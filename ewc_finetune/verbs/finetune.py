@@ -242,7 +242,9 @@ def finetune(
         if before_start is not None:
             files = [] if output is None else [*written_as(start, output), beside(output, ".run")]
             shorter = 0 if lambdas != "auto" else trials_cost(schedule.epochs)
-            before_start(estimate_finetuning(job, schedule, rule, shuffle.clone_state(), where, files, shorter))
+            estimate = estimate_finetuning(job, schedule, rule, shuffle.clone_state(), where, files, shorter)
+            found = recorded(job, stacked, strengths, rule, schedule, search, isinstance(data, str))
+            before_start(replace(estimate, found=found))
         state, history, sinks = None, list[dict[str, Any]](), list[TensorBoard]()
         if folder is not None:
             found = recorded(job, stacked, strengths, rule, schedule, search, isinstance(data, str))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,15 @@ _LOOKED_AT = 64
 
 def defaults() -> dict[str, Any]:
     """Return what `finetune` does unless it is told otherwise, by the names of the command line."""
+    return asked_by(None, None, {})
+
+
+def asked_by(model: Any, data: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `finetune(model, data, **options)` is asked for, as it records it itself.
+
+    Raises:
+        UsageError: if an option of training has a value that it cannot have.
+    """
     from ewc_finetune.verbs.finetune import finetune
 
     plain = {
@@ -29,7 +38,10 @@ def defaults() -> dict[str, Any]:
         for name, parameter in inspect.signature(finetune).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
-    return asked({**plain, "model": None, "data": None}, Schedule())
+    training = {field.name for field in fields(Schedule)}
+    own = {name: value for name, value in options.items() if name not in training}
+    schedule = Schedule(**{name: value for name, value in options.items() if name in training})
+    return asked({**plain, **own, "model": model, "data": data}, schedule)
 
 
 def asked(arguments: Mapping[str, Any], schedule: Schedule) -> dict[str, Any]:

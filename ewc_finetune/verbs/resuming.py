@@ -14,7 +14,7 @@ from ewc_finetune.runs import Run
 from ewc_finetune.schedule import Schedule
 
 # What does not change where the weights go, or only by rounding.
-_SOUND = {"log-every", "device", "workers", "data-dir", "overwrite", "tensorboard", "retain", "trust-pickle", "output"}
+SOUND = {"log-every", "device", "workers", "data-dir", "overwrite", "tensorboard", "retain", "trust-pickle", "output"}
 
 
 def check_options(run: Run, options: Mapping[str, Any], schedule: Schedule, progress: Progress) -> None:
@@ -23,7 +23,7 @@ def check_options(run: Run, options: Mapping[str, Any], schedule: Schedule, prog
     Raises:
         UsageError: listing what differs.
     """
-    sound = _SOUND if schedule.needs_total else {*_SOUND, "epochs"}
+    sound = SOUND if schedule.needs_total else {*SOUND, "epochs"}
     found = differences(options, run.document["options"])
     wrong = [text for name, text in found.items() if name not in sound]
     if wrong:
@@ -55,7 +55,7 @@ def check_found(run: Run, found: Mapping[str, Any]) -> None:
     then = run.document.get("found")
     if then is None:  # it was stopped before it knew
         return
-    wrong = differences(_identities(found), _identities(then))
+    wrong = differences(identities(found), identities(then))
     if wrong:
         raise UsageError(
             f"the run {run.path} cannot go on, for its files have changed: {'; '.join(wrong.values())}. Put them back, "
@@ -63,7 +63,7 @@ def check_found(run: Run, found: Mapping[str, Any]) -> None:
         )
 
 
-def _identities(found: Mapping[str, Any]) -> dict[str, Any]:
+def identities(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return what tells model, anchors and data from others."""
     anchors = {f"anchor {number}": anchor["sha256"] for number, anchor in enumerate(found["anchors"], 1)}
     scored = {f"the size of {data['spec']}": data["size"] for data in found["eval"]}

@@ -1,0 +1,346 @@
+"""The runs of a sweep beside each other: their means over seeds, the frontier that these make, and its knee."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ewc_finetune.figures import FrontierPoint, draw_frontier
+from ewc_finetune.reporting.comparison import Group, grouped
+from ewc_finetune.reporting.frontier import knee, pareto
+from ewc_finetune.reporting.measures import NOTHING
+from ewc_finetune.reporting.outcome import Outcome
+
+KNEE, BEST, ON = "knee", "best mean", "on the frontier"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run.
+
+    Attributes:
+        name: Of its checkpoint and run folder, without ending.
+        stack: What its anchors are called.
+        strength: Lambda; 0 is plain fine-tuning.
+        form: Of the penalty.
+        seed: Of the run.
+        status: `finished`, `failed: ...`, `waiting`, or what its run folder says.
+        outcome: What came of it, once it is finished.
+    """
+
+    name: str
+    stack: str
+    strength: float
+    form: str
+    seed: int
+    status: str
+    outcome: Outcome | None = None
+
+    @property
+    def place(self) -> tuple[str, str, float]:
+        """What runs share that differ in their seed alone; plain ones have no stack."""
+        return (self.stack, self.form, self.strength) if self.strength else ("", "", 0.0)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A figure over runs with several seeds.
+
+    Attributes:
+        mean: Their mean, in the unit that it is shown in.
+        deviation: Their standard deviation; None of a single run.
+    """
+
+    mean: float
+    deviation: float | None
+
+
+@dataclass(frozen=True)
+class Position:
+    """Runs that differ in their seed alone, as one point.
+
+    Attributes:
+        stack: What their anchors are called; nothing of plain runs.
+        form: Of the penalty; likewise.
+        strength: Lambda; 0 of plain runs.
+        rows: The runs, finished or not.
+        retention: What they kept; None unless one is finished.
+        plasticity: What they learned; likewise.
+        mean: Of both; None where they are not in one unit.
+    """
+
+    stack: str
+    form: str
+    strength: float
+    rows: tuple[Row, ...]
+    retention: Spread | None
+    plasticity: Spread | None
+    mean: float | None
+
+    @property
+    def finished(self) -> int:
+        """How many of the runs are."""
+        return sum(row.outcome is not None for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Tradeoff:
+    """What a sweep has found so far.
+
+    Attributes:
+        rows: A run each.
+        positions: The points that they make, plain first, then by stack, form and lambda.
+        marks: What is to be said of each of these.
+        knee: Which of them is the knee, if there is one.
+        group: What the finished runs are compared by; None while there is none.
+    """
+
+    rows: tuple[Row, ...]
+    positions: tuple[Position, ...]
+    marks: tuple[tuple[str, ...], ...]
+    knee: int | None
+    group: Group | None
+
+    def headers(self) -> list[str]:
+        """Return the heads of the table's columns."""
+        return ["", *(["seeds"] if self._several_seeds else []), "lambda", "retention", "plasticity", "mean", ""]
+
+    def lines(self) -> list[list[str]]:
+        """Return the table's lines, a point each."""
+        lines = []
+        for position, marks in zip(self.positions, self.marks, strict=True):
+            failed = sum(row.status.startswith("failed") for row in position.rows)
+            said = [*marks, *([f"{failed} of {len(position.rows)} failed"] if failed else [])]
+            lines.append(
+                [
+                    self.curve(position),
+                    *([str(position.finished)] if self._several_seeds else []),
+                    "-" if not position.strength else f"{position.strength:g}",
+                    self._text(position.retention, kept=True),
+                    self._text(position.plasticity, kept=False),
+                    NOTHING if position.mean is None or self.group is None else self.group.measure.text(position.mean),
+                    ", ".join(said),
+                ]
+            )
+        return lines
+
+    def curve(self, position: Position) -> str:
+        """Return what tells a point's curve from the others."""
+        if not position.strength:
+            return "plain"
+        forms = {p.form for p in self.positions if p.strength}
+        return f"{position.stack}, {position.form}" if len(forms) > 1 else position.stack
+
+    def said(self, row: Row) -> str:
+        """Say in a few words what came of a finished run."""
+        if row.outcome is None or self.group is None:
+            return row.status
+        kept, learned = self.group.retention(row.outcome), row.outcome.plasticity(self.group.measure)
+        return f"retention {self.group.retention_text(kept)}, plasticity {self.group.measure.text(learned)}"
+
+    @property
+    def _several_seeds(self) -> bool:
+        return len({row.seed for row in self.rows}) > 1
+
+    def _text(self, spread: Spread | None, *, kept: bool) -> str:
+        if spread is None or self.group is None:
+            return NOTHING
+        text = self.group.retention_text(spread.mean) if kept else self.group.measure.text(spread.mean)
+        if spread.deviation is None:
+            return text
+        percent = text.endswith("%")
+        return f"{text} ± {spread.deviation:.1f}" if percent else f"{text} ± {spread.deviation:.3g}"
+
+    def to_csv(self) -> str:
+        """Return a line for each run, in the units of `run.json`."""
+        domains = list(dict.fromkeys(d for row in self.rows if row.outcome for d in row.outcome.after))
+        measure = self.group.measure.name if self.group else "score"
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(
+            ["run", "status", "anchors", "lambda", "penalty form", "seed", "retention", "plasticity"]
+            + [f"{measure} on {domain} {when}" for domain in domains for when in ("before", "after")]
+            + ["steps", "seconds", "folder"]
+        )
+        for row in self.rows:
+            figures = self._figures(row)
+            scores = [figures[when].get(domain) for domain in domains for when in ("before", "after")]
+            writer.writerow(
+                [row.name, row.status, row.stack, row.strength, row.form, row.seed]
+                + [figures[name] for name in ("retention", "plasticity")]
+                + scores
+                + [figures[name] for name in ("steps", "seconds", "folder")]
+            )
+        return text.getvalue()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it in values that JSON has, in the units of `run.json`."""
+        return {
+            "measure": self.group.measure.name if self.group else None,
+            "retention_of": self.group.retention_unit if self.group else None,
+            "knee": None if self.knee is None else self._place(self.positions[self.knee]),
+            "points": [
+                {
+                    **self._place(position),
+                    "seeds": [row.seed for row in position.rows],
+                    "runs": [row.name for row in position.rows],
+                    **self._spread("retention", position.retention, self._kept_scale),
+                    **self._spread("plasticity", position.plasticity, self._scale),
+                    "mean": _unscaled(position.mean, self._scale),
+                    "marks": list(marks),
+                }
+                for position, marks in zip(self.positions, self.marks, strict=True)
+            ],
+            "runs": [
+                {
+                    "run": row.name,
+                    "status": row.status,
+                    **self._place(row),
+                    "seed": row.seed,
+                    **self._figures(row),
+                }
+                for row in self.rows
+            ],
+        }
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """What came of the finished runs."""
+        return [row.outcome for row in self.rows if row.outcome is not None]
+
+    @property
+    def _scale(self) -> float:
+        return self.group.measure.scale if self.group else 1.0
+
+    @property
+    def _kept_scale(self) -> float:
+        return self._scale if self.group and self.group.old else 100.0
+
+    @staticmethod
+    def _place(of: Row | Position) -> dict[str, Any]:
+        return {"anchors": of.stack or None, "penalty_form": of.form or None, "lambda": of.strength}
+
+    @staticmethod
+    def _spread(name: str, spread: Spread | None, scale: float) -> dict[str, float | None]:
+        mean, deviation = (None, None) if spread is None else (spread.mean, spread.deviation)
+        return {name: _unscaled(mean, scale), f"{name}_deviation": _unscaled(deviation, scale)}
+
+    def _figures(self, row: Row) -> dict[str, Any]:
+        """Return what is known of one run."""
+        outcome, group = row.outcome, self.group
+        if outcome is None or group is None:
+            return dict.fromkeys(("retention", "plasticity", "steps", "seconds", "folder")) | {
+                "before": {},
+                "after": {},
+            }
+        kept, learned = group.retention(outcome), outcome.plasticity(group.measure)
+        document = outcome.run.document
+        return {
+            "retention": _unscaled(kept, self._kept_scale),
+            "plasticity": _unscaled(learned, self._scale),
+            "before": {name: score.get(group.measure.name) for name, score in outcome.before.items()},
+            "after": {name: score.get(group.measure.name) for name, score in outcome.after.items()},
+            "steps": document.get("steps"),
+            "seconds": document.get("seconds"),
+            "folder": str(outcome.run.path),
+        }
+
+    def draw(self, path: Path, title: str) -> None:
+        """Draw the frontier, if a point is known."""
+        points = {n: self._point(p) for n, p in enumerate(self.positions) if p.retention and p.plasticity}
+        if not points or self.group is None:
+            return
+        curves: dict[str, list[FrontierPoint]] = {}
+        for n, point in points.items():
+            if self.positions[n].strength:
+                curves.setdefault(self.curve(self.positions[n]), []).append(point)
+        plain = next((point for n, point in points.items() if not self.positions[n].strength), None)
+        marked = None
+        if self.knee is not None:
+            bend = self.positions[self.knee]
+            name = f"{self.curve(bend)}, " if len(curves) > 1 else ""
+            marked = (points[self.knee], f"knee: {name}lambda {bend.strength:g}")
+        measure = self.group.measure
+        labels = (measure.on("plasticity", "the new domain"), self.group.retention_unit)
+        falling = (not measure.rising, not (measure.rising or not self.group.old))
+        draw_frontier(path, curves, plain, marked, labels, falling, title)
+
+    def _point(self, position: Position) -> FrontierPoint:
+        if position.retention is None or position.plasticity is None:
+            raise ValueError("a point without scores has no place")
+        deviations = (position.plasticity.deviation or 0.0, position.retention.deviation or 0.0)
+        label = f"{position.strength:g}" if position.strength else ""
+        return FrontierPoint(position.plasticity.mean, position.retention.mean, label, deviations)
+
+
+def _unscaled(value: float | None, scale: float) -> float | None:
+    return None if value is None else float(f"{value / scale:.12g}")
+
+
+def trade_off(rows: Sequence[Row]) -> Tradeoff:
+    """Put the runs of a sweep beside each other."""
+    done = [row.outcome for row in rows if row.outcome is not None]
+    group = grouped(done)[0] if done else None
+    places: dict[tuple[str, str, float], list[Row]] = {}
+    for row in rows:
+        places.setdefault(row.place, []).append(row)
+    positions = [_position(*place, places[place], group) for place in sorted(places)]
+    front, bend = _frontier(positions, group)
+    best = _best(positions, group)
+    marks = [
+        tuple(mark for mark, here in ((KNEE, n == bend), (BEST, n == best), (ON, n in front)) if here)
+        for n in range(len(positions))
+    ]
+    return Tradeoff(tuple(rows), tuple(positions), tuple(marks), bend, group)
+
+
+def _position(stack: str, form: str, strength: float, rows: Sequence[Row], group: Group | None) -> Position:
+    rows = sorted(rows, key=lambda row: row.seed)
+    done = [row.outcome for row in rows if row.outcome is not None]
+    kept = learned = mean = None
+    if group is not None and done:
+        kept = _spread([group.retention(one) for one in done], group, kept=True)
+        learned = _spread([one.plasticity(group.measure) for one in done], group, kept=False)
+        if kept and learned and (group.old or group.measure.scale == 100):
+            mean = group.measure.mean([kept.mean, learned.mean])
+    return Position(stack, form, strength, tuple(rows), kept, learned, mean)
+
+
+def _spread(values: Sequence[float | None], group: Group, *, kept: bool) -> Spread | None:
+    numbers = [value for value in values if value is not None]
+    if not numbers or len(numbers) < len(values):
+        return None
+    shares = kept and not group.old  # of probes
+    mean = statistics.fmean(numbers) if shares else group.measure.mean(numbers)
+    return None if mean is None else Spread(mean, statistics.stdev(numbers) if len(numbers) > 1 else None)
+
+
+def _frontier(positions: Sequence[Position], group: Group | None) -> tuple[set[int], int | None]:
+    """Return which points are on the frontier, and which is its knee."""
+    if group is None:
+        return set(), None
+    known: Mapping[int, tuple[float, float]] = {
+        n: (
+            group.measure.good(position.plasticity.mean),
+            group.measure.good(position.retention.mean) if group.old else position.retention.mean,
+        )
+        for n, position in enumerate(positions)
+        if position.retention and position.plasticity
+    }
+    at, points = list(known), list(known.values())
+    bend = knee(points)
+    return {at[n] for n in pareto(points)}, None if bend is None else at[bend]
+
+
+def _best(positions: Sequence[Position], group: Group | None) -> int | None:
+    """Return which point has the best mean of both figures."""
+    known = {n: position.mean for n, position in enumerate(positions) if position.mean is not None}
+    if group is None or len(known) < 2:
+        return None
+    measure = group.measure
+    return max(known, key=lambda n: measure.good(known[n]))
