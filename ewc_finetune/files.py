@@ -31,7 +31,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def atomic_writes(paths: Sequence[Path]) -> Iterator[list[Path]]:
     """Do what `atomic_write` does for several files, of which there are all in the end or none."""
-    temporaries = [_hidden(path, "tmp") for path in paths]
+    temporaries = [hidden(path, "tmp") for path in paths]
     try:
         for path, temporary in zip(paths, temporaries, strict=True):
             with storage_errors(path):
@@ -60,7 +60,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         StorageError: see `atomic_write`.
     """
     path = path.resolve()  # of a link to a folder, it is the folder that is replaced
-    temporary, old = _hidden(path, "tmp"), _hidden(path, "old")
+    temporary, old = hidden(path, "tmp"), hidden(path, "old")
     try:
         with storage_errors(path):
             temporary.mkdir()
@@ -89,7 +89,7 @@ def _rename(pairs: Sequence[tuple[Path, Path]]) -> None:
     try:
         for _, path in pairs[:-1]:  # the last one has nothing behind it that could fail
             if path.exists():
-                kept.append((_hidden(path, "old"), path))
+                kept.append((hidden(path, "old"), path))
                 with storage_errors(path):
                     os.link(path, kept[-1][0])
         done: list[Path] = []
@@ -111,7 +111,8 @@ def _rename(pairs: Sequence[tuple[Path, Path]]) -> None:
             old.unlink(missing_ok=True)
 
 
-def _hidden(path: Path, ending: str) -> Path:
+def hidden(path: Path, ending: str) -> Path:
+    """Return a path beside this one for what nobody should see yet, or no more; another one each time."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{ending}")
 
 

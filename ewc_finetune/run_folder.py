@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import platform
-import secrets
 import shutil
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -20,7 +20,7 @@ import torchvision
 from ewc_finetune._version import __version__
 from ewc_finetune.config import to_toml
 from ewc_finetune.errors import StorageError
-from ewc_finetune.files import atomic_write, storage_errors
+from ewc_finetune.files import atomic_write, hidden, storage_errors
 from ewc_finetune.runs import FORMAT, FORMAT_VERSION, read_lines, read_run
 
 
@@ -37,9 +37,8 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, document: dict[str, Any], earlier: Path | None, *, reopened: bool = False) -> None:
-        self.path = path
+        self._place(path)
         self._reopened = reopened
-        self.last, self.best, self._state = path / "last.pt", path / "best.pt", path / "state.pt"
         self.document = document
         self._earlier = earlier
         with storage_errors(path):
@@ -48,6 +47,10 @@ class RunFolder:
         if not lock(self._metrics):
             self._metrics.close()
             raise StorageError(f"the run {path} is being written by another process; wait for it, or stop it first")
+
+    def _place(self, path: Path) -> None:
+        self.path = path
+        self.last, self.best, self._state = path / "last.pt", path / "best.pt", path / "state.pt"
 
     @classmethod
     def create(cls, path: Path, overwrite: bool, options: Mapping[str, Any], command: str | None) -> RunFolder:
@@ -62,13 +65,8 @@ class RunFolder:
         Raises:
             StorageError: if there is such a folder already, or it can't be made.
         """
-        # The folder of an earlier run stands aside until this one has something to put in its place.
-        earlier = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
-        with storage_errors(path):
-            if overwrite and (path / "run.json").is_file():
-                path.rename(earlier)
+        if not overwrite:
             check_run_folder(path, overwrite=False)
-            path.mkdir()
         document = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -80,14 +78,30 @@ class RunFolder:
             "versions": versions(),
             "platform": platform.platform(),
         }
+        # It is made out of sight, so that nobody ever sees half of it. The folder of an earlier run stands aside until
+        # this one has something to put in its place.
+        made, earlier = hidden(path, "tmp"), hidden(path, "old")
+        closing = contextlib.ExitStack()
         try:
-            folder = cls(path, document, earlier)
+            with storage_errors(path):
+                made.mkdir()
+            folder = cls(made, document, earlier)
+            closing.callback(folder._metrics.close)
             folder.update()
-            with atomic_write(path / "run.toml") as temporary:
+            with atomic_write(made / "run.toml") as temporary:
                 temporary.write_text(to_toml(options), encoding="utf-8")
+            with storage_errors(path):
+                if overwrite and (path / "run.json").is_file():
+                    path.rename(earlier)
+                check_run_folder(path, overwrite=False)
+                made.rename(path)
         except BaseException:
-            _give_way(path, earlier)
+            closing.close()
+            shutil.rmtree(made, ignore_errors=True)
+            if earlier.exists() and not path.exists():
+                earlier.rename(path)
             raise
+        folder._place(path)
         return folder
 
     @classmethod
@@ -108,11 +122,15 @@ class RunFolder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is not None:
             self.stop(f"failed: {error}" if isinstance(error, Exception) else "interrupted")
+        self._metrics.close()
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Append one line to `metrics.jsonl`."""
         with storage_errors(self.path / "metrics.jsonl"):
-            self._metrics.write(json.dumps(line).encode() + b"\n")
+            text, place = json.dumps(line).encode() + b"\n", self._metrics.tell()
+            if self._metrics.write(text) != len(text):  # the disk is full, and half a line is none
+                self._metrics.truncate(place)
+                raise OSError(errno.ENOSPC, "no space left")
 
     def update(self, **values: Any) -> None:
         """Write `run.json` again, with these values in it."""

@@ -19,6 +19,7 @@ import ewc_finetune as ewc
 from ewc_finetune.data.domain import as_domain
 from ewc_finetune.errors import DataError, StorageError, UsageError
 from ewc_finetune.progress import Silent
+from ewc_finetune.run_folder import RunFolder
 from ewc_finetune.schedule import Schedule
 from ewc_finetune.verbs.journal import Journal
 
@@ -490,3 +491,46 @@ def test_sigkill_at_any_moment(ewc_ft, tmp_path):
     assert process.wait() == 0, printed.read_text()
     assert kills >= 3
     assert outcome(tmp_path) == outcome(tmp_path / "whole")
+
+
+def test_half_a_line_is_none(tmp_path):
+    """A write that the disk has no room for takes part of a line only."""
+    folder = RunFolder.create(tmp_path / "m.run", False, {}, None)
+    folder.log({"step": 1})
+
+    class Full:
+        def __init__(self, file):
+            self.file = file
+
+        def write(self, text):
+            return self.file.write(text[:5])
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+    folder._metrics = Full(folder._metrics)
+    with pytest.raises(StorageError, match="the disk is full"):
+        folder.log({"step": 2})
+    assert (tmp_path / "m.run" / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    folder.stop("failed")
+    assert not (tmp_path / "m.run").exists()
+
+
+def test_two_at_once_do_not_write_one_run(tmp_path, monkeypatch, killing):
+    monkeypatch.chdir(tmp_path)
+    undo = killing(8)
+    with pytest.raises(Killed):
+        tuned(output="m.pt", architecture="x:Y")
+    undo()
+    with RunFolder.reopen(tmp_path / "m.run"), pytest.raises(StorageError, match="is being written by another process"):
+        tuned(output="m.pt", architecture="x:Y", resume="m.run")
+
+
+def test_a_run_folder_that_cannot_be_made_takes_nothing_away(tmp_path, monkeypatch):
+    tuned(output=tmp_path / "m.pt", architecture="x:Y")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "m.run").iterdir()}
+    monkeypatch.setattr("ewc_finetune.run_folder.to_toml", lambda options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        tuned(output=tmp_path / "m.pt", architecture="x:Y", overwrite=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "m.run").iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.pt", "m.run"]
