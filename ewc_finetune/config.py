@@ -20,6 +20,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+# Options that no file may say: whose files may be replaced, and whose code may run, is for whoever gives the command.
+UNSAID = ("overwrite", "trust-pickle")
 _SHORT = {"lambdas": "lambda", "eval_on": "eval", "architecture": "arch"}
 
 
@@ -45,22 +47,24 @@ def _text(value: Any) -> str:
 
 def to_toml(options: Mapping[str, Any]) -> str:
     """Return these options as `--config` reads them; None has no place in TOML, and is left out."""
-    return tomli_w.dumps({name: value for name, value in options.items() if value is not None})
+    kept = {name: value for name, value in options.items() if value is not None and name not in UNSAID}
+    return tomli_w.dumps(kept)
 
 
-def read_config(path: Path, known: Collection[str]) -> dict[str, Any]:
+def read_config(path: Path, known: Collection[str], also: Collection[str] = ()) -> dict[str, Any]:
     """Read options from a TOML file, a run folder, or its `run.json`.
 
     Args:
         path: Of the file.
-        known: The options that there are, by their names on the command line.
+        known: The options that it may say, by their names on the command line.
+        also: Those that it may not.
 
     Raises:
         UsageError: for an option that there isn't, naming the nearest, or a value that none can have.
         StorageError: if the file cannot be read.
     """
-    if path.is_dir() or path.name == "run.json":
-        found = read_run(path if path.is_dir() else path.parent).document["options"]
+    if path.is_dir() or path.suffix == ".run" or path.name == "run.json":
+        found = read_run(path.parent if path.name == "run.json" else path).document["options"]
         return {name: value for name, value in found.items() if value is not None and name in known}
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -69,6 +73,8 @@ def read_config(path: Path, known: Collection[str]) -> dict[str, Any]:
     except (OSError, ValueError) as error:  # TOML's own error is a ValueError
         raise StorageError(f"{path} is no TOML file: {error}") from error
     for name, value in found.items():
+        if name.replace("_", "-") in also:
+            raise UsageError(f"{path}: {name} cannot stand in a file; give it on the command line")
         if name.replace("_", "-") not in known:
             raise UsageError(f"{path}: there is no option {name!r}. {suggest(name, known)}")
         if isinstance(value, dict):

@@ -65,8 +65,10 @@ def random_state(device: torch.device) -> list[torch.Tensor]:
 
 
 def set_random_state(states: Sequence[torch.Tensor], device: torch.device) -> None:
-    """Put torch's generators into a state that `random_state` gave."""
+    """Put torch's generators into a state that `random_state` gave; one of another kind of device stays as it is."""
     torch.set_rng_state(states[0])
+    if len(states) == 1:
+        return
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)
     elif device.type == "mps":

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import platform
 import shutil
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
+from weakref import WeakSet
 
 import numpy
 import safetensors
@@ -18,6 +20,7 @@ import torch
 import torchvision
 
 from ewc_finetune._version import __version__
+from ewc_finetune.checkpoint.state_dict import save_object
 from ewc_finetune.config import to_toml
 from ewc_finetune.errors import StorageError
 from ewc_finetune.files import atomic_write, hidden, storage_errors
@@ -32,13 +35,13 @@ class RunFolder:
     Attributes:
         path: Of the folder.
         last: Of the checkpoint after the last evaluation, while the run is under way.
-        best: Of the one with the best score, likewise.
         document: What `run.json` says.
     """
 
     def __init__(self, path: Path, document: dict[str, Any], earlier: Path | None, *, reopened: bool = False) -> None:
         self._place(path)
         self._reopened = reopened
+        self._finished = False
         self.document = document
         self._earlier = earlier
         with storage_errors(path):
@@ -50,10 +53,17 @@ class RunFolder:
 
     def _place(self, path: Path) -> None:
         self.path = path
-        self.last, self.best, self._state = path / "last.pt", path / "best.pt", path / "state.pt"
+        self.last, self._state = path / "last.pt", path / "state.pt"
 
     @classmethod
-    def create(cls, path: Path, overwrite: bool, options: Mapping[str, Any], command: str | None) -> RunFolder:
+    def create(
+        cls,
+        path: Path,
+        overwrite: bool,
+        options: Mapping[str, Any],
+        command: str | None,
+        identities: Mapping[str, Any] | None = None,
+    ) -> RunFolder:
         """Make a folder; its parent must exist.
 
         Args:
@@ -61,6 +71,7 @@ class RunFolder:
             overwrite: Whether a folder of an earlier run may be replaced.
             options: Everything that the run was told, by the names of the command line.
             command: The command line that says the same; None where none can.
+            identities: What tells its model, anchors and data from others.
 
         Raises:
             StorageError: if there is such a folder already, or it can't be made.
@@ -77,6 +88,7 @@ class RunFolder:
             "folder": str(Path.cwd()),
             "versions": versions(),
             "platform": platform.platform(),
+            "identities": dict(identities or {}),
         }
         # It is made out of sight, so that nobody ever sees half of it. The folder of an earlier run stands aside until
         # this one has something to put in its place.
@@ -88,10 +100,11 @@ class RunFolder:
             folder = cls(made, document, earlier)
             closing.callback(folder._metrics.close)
             folder.update()
-            with atomic_write(made / "run.toml") as temporary:
-                temporary.write_text(to_toml(options), encoding="utf-8")
+            folder._write_options()
             with storage_errors(path):
                 if overwrite and (path / "run.json").is_file():
+                    _check_idle(path)
+                    folder.update(replaces=earlier.name)
                     path.rename(earlier)
                 check_run_folder(path, overwrite=False)
                 made.rename(path)
@@ -111,10 +124,28 @@ class RunFolder:
         Raises:
             StorageError: if it is none, its run is at its end, or under way in another process.
         """
-        run = read_run(path)
-        if run.document["status"] == "finished":
+        folder = cls(path, read_run(path).document, None, reopened=True)
+        # Only now does nobody else write it.
+        folder.document = read_run(path).document
+        replaced = folder.document.get("replaces")
+        if isinstance(replaced, str) and Path(replaced).name == replaced and replaced.startswith(f".{path.name}."):
+            folder._earlier = path.with_name(replaced)
+        folder._tidy()
+        if folder.document["status"] == "finished":
+            folder._clear(keep_last=bool(folder.document.get("kept_last")))
+            folder._metrics.close()
             raise StorageError(f"the run {path} is finished; start another one from its checkpoint")
-        return cls(path, run.document, None, reopened=True)
+        return folder
+
+    def take_up(self, options: Mapping[str, Any], command: str | None) -> None:
+        """Record that the run goes on, with these options."""
+        self.document.pop("ended", None)
+        self.update(status="running", options=dict(options), command=command)
+        self._write_options()
+
+    def _write_options(self) -> None:
+        with atomic_write(self.path / "run.toml") as temporary:
+            temporary.write_text(to_toml(self.document["options"]), encoding="utf-8")
 
     def __enter__(self) -> RunFolder:
         return self
@@ -140,9 +171,20 @@ class RunFolder:
 
     def save_state(self, state: Mapping[str, Any]) -> None:
         """Keep what is needed to go on from here: tensors and plain values."""
+        os.fsync(self._metrics.fileno())
         with atomic_write(self._state) as temporary:
-            torch.save({**state, "metrics": self._metrics.tell()}, temporary)
+            save_object(temporary, self._state, {**state, "metrics": self._metrics.tell()})
         self._drop_earlier()
+
+    def best(self, step: int) -> Path:
+        """Return where the checkpoint of the best step goes."""
+        return self.path / f"best-{step}.pt"
+
+    def keep_best(self, step: int) -> None:
+        """Remove the checkpoints of steps that were the best before this one."""
+        for path in self.path.glob("best-*.pt"):
+            if path != self.best(step):
+                path.unlink(missing_ok=True)
 
     def load_state(self) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
         """Return the state to go on from (None: from the start), and the lines of the log up to there; drop later ones.
@@ -161,14 +203,17 @@ class RunFolder:
                 ) from error
         else:
             size = 0
-        with storage_errors(self.path / "metrics.jsonl"):
+        metrics = self.path / "metrics.jsonl"
+        if metrics.stat().st_size < size:
+            raise StorageError(f"{metrics} is shorter than it was; put it back, or start the run again")
+        with storage_errors(metrics):
             self._metrics.truncate(size)
         return state, read_lines(self.path / "metrics.jsonl")
 
     @property
     def resumable(self) -> bool:
-        """Whether there is a state to go on from."""
-        return self._state.exists()
+        """Whether there is something to go on from: a state, or runs of a search."""
+        return not self._finished and (self._state.exists() or bool(self.document.get("trials")))
 
     def finish(self, *, keep_last: bool, **results: Any) -> None:
         """Record that the run is done; its intermediate states are no longer needed.
@@ -177,21 +222,35 @@ class RunFolder:
             keep_last: Whether to keep the last checkpoint, which is not what the run ends with.
             results: What to record.
         """
-        self._metrics.close()
         self.document.pop("trials", None)  # `found` has them now
-        self.update(status="finished", ended=_now(), **results)
-        for state in (self._state, self.best, *(() if keep_last else (self.last,))):
-            state.unlink(missing_ok=True)
+        self.update(status="finished", ended=_now(), kept_last=keep_last, **results)
+        self._finished = True
+        self._clear(keep_last)
+        self._tidy()
         self._drop_earlier()
+        self._metrics.close()
+
+    def _clear(self, keep_last: bool) -> None:
+        """Remove the states of a run that is finished."""
+        gone = [self._state, *self.path.glob("best-*.pt"), *(() if keep_last else (self.last,))]
+        for path in gone:
+            path.unlink(missing_ok=True)
+
+    def _tidy(self) -> None:
+        """Remove files that a killed process left half written."""
+        for path in self.path.glob(".*.tmp"):
+            path.unlink(missing_ok=True)
 
     def stop(self, status: str) -> None:
-        """Record why the run ended early, if it has a state to go on from; else leave things as they were."""
-        with contextlib.suppress(OSError):
-            self._metrics.close()
-        if self._state.exists() or self._reopened:
+        """Record why the run ended early, if there is something to go on from; else leave things as they were."""
+        if self._finished:
+            return
+        if self.resumable or self._reopened or self.last.exists():
             with contextlib.suppress(StorageError):  # the disk may be what stopped the run
                 self.update(status=status, ended=_now())
+            self._metrics.close()
         else:
+            self._metrics.close()
             _give_way(self.path, self._earlier)
 
     def _drop_earlier(self) -> None:
@@ -210,6 +269,15 @@ def _give_way(path: Path, earlier: Path | None) -> None:
             earlier.rename(path)
 
 
+def _check_idle(path: Path) -> None:
+    """Refuse to replace the folder of a run that is under way."""
+    metrics = path / "metrics.jsonl"
+    if metrics.exists():
+        with metrics.open("ab") as file:
+            if not lock(file):
+                raise StorageError(f"the run {path} is being written by another process; wait for it, or stop it first")
+
+
 def lock(file: IO[bytes] | int) -> bool:
     """Lock a file or folder until it is closed; whether it could be had. Where there are no locks, it can."""
     try:
@@ -222,7 +290,22 @@ def lock(file: IO[bytes] | int) -> bool:
         return False
     except OSError:  # a file system without locks
         return True
+    if not isinstance(file, int):
+        _locked.add(file)
     return True
+
+
+# A forked process (that reads samples, say) would hold the lock for as long as it lives, whatever becomes of this one.
+_locked: WeakSet[IO[bytes]] = WeakSet()
+
+
+def _let_go() -> None:
+    for file in list(_locked):
+        file.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
 
 
 def check_run_folder(path: Path, overwrite: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -56,11 +57,12 @@ class Schedule:
         optimizer: `sgd` (with `momentum`), `adam` or `adamw`; otherwise torch's defaults.
         momentum: Of `sgd` alone.
         weight_decay: The optimizer's, on every trained parameter; 0 unless given, for `adamw` 0.01 as in torch.
-        accumulate: Batches to a step. Every sample counts alike, so n batches are as one that is n times as large.
+        accumulate: Batches to a step. Every sample counts alike, so n batches are as one that is n times as large, but
+            for normalisation statistics that follow the new data.
         clip: Largest norm of the gradient of a step, that of the penalty in its gradient form included.
         warmup: Steps in which the learning rate rises from 0, in a straight line; below 1 a share of all steps.
-        decay: What it does after that: stay `constant`, or fall to 0 at the last step in a straight line (`linear`) or
-            by half a cosine (`cosine`).
+        decay: What it does after that: stay `constant`, or fall in a straight line (`linear`) or by half a cosine
+            (`cosine`) that would reach 0 one step after the last.
         amp: Compute in half precision where that is safe (`torch.autocast`): `bf16`, or `fp16` with its gradients
             scaled. Weights stay in float32, and so do scores.
         compile: Whether to train through `torch.compile`.
@@ -99,19 +101,21 @@ class Schedule:
     def __post_init__(self) -> None:
         for name, least in _COUNTS.items():
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < least):
+            if value is not None and (not is_number(value) or value != int(value) or value < least):
                 raise UsageError(f"{_spoken(name)} is {value}; expected a whole number, at least {least}")
         for name in ("lr", "clip"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
+            if value is not None and not (is_number(value) and value > 0):
                 raise UsageError(f"{name} is {value}; expected a finite number above 0")
+        if self.compile not in (True, False):
+            raise UsageError(f"compile is {self.compile!r}; expected True or False")
         for name in ("weight_decay", "warmup"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
+            if value is not None and not (is_number(value) and value >= 0):
                 raise UsageError(f"{_spoken(name)} is {value}; expected a finite number, 0 or above")
         if self.warmup >= 1 and self.warmup != int(self.warmup):
             raise UsageError(f"warmup is {self.warmup}; expected a share below 1, or a whole number of steps")
-        if not 0 <= self.momentum < 1:
+        if not (is_number(self.momentum) and 0 <= self.momentum < 1):
             raise UsageError(f"momentum is {self.momentum}; expected 0 or above, and below 1")
         for name, choices in _WORDS.items():
             value = getattr(self, name)
@@ -156,6 +160,11 @@ class Schedule:
 
 _COUNTS = {"epochs": 0, "batch_size": 1, "accumulate": 1, "workers": 0, "eval_every": 1, "patience": 1, "log_every": 1}
 _WORDS = {"optimizer": OPTIMIZERS, "decay": DECAYS, "amp": AMPS, "norm_stats": NORM_STATS, "keep": KEEPS}
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a finite number, of numpy's too, and not true or false."""
+    return type(value) is not bool and isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 def _spoken(name: str) -> str:

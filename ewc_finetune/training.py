@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from itertools import islice
 from typing import Any, Protocol
 
@@ -87,28 +87,32 @@ class Trainer:
         if penalty is not None and penalty.form == "proximal":
             penalty.attach(self.optimizer)
         self.epoch, self.batch, self.step = 1, 0, 0  # under way; batches done of it; steps done in all
+        self.skipped = 0  # steps that were not taken, for their gradients overflowed in half precision
         # Of this epoch's beginning, for whoever goes on in the middle of it.
         self.order, self.random = shuffle.get_state(), random_state(self.device)
         self.recent: list[Tensor] = []  # losses since the last line, left on the device until then
 
-    def run(self, resumed: Mapping[str, Any] | None = None, *, go_on: bool = True) -> int:
+    def run(self, resumed: MutableMapping[str, Any] | None = None, *, go_on: bool = True) -> int:
         """Train to the end, and return the number of optimizer steps.
 
         Args:
             resumed: A state that the observer was once given. From there it goes on as if it had never stopped: on
-                the same machine it ends with the same bytes.
+                the same machine it ends with the same bytes. It is emptied.
             go_on: Whether to train at all, or only go back to that state.
 
         Raises:
             NonFiniteError: if the loss or a weight becomes NaN or infinite, naming the step.
             DataError: if the data gave no batch that could be trained on.
         """
+        random = None
         if resumed is not None:
+            random = resumed["random"]
             self.load_state(resumed)
             self.bar.advance(self.step)
+            resumed.clear()  # it is as large as the model several times over
         while go_on and self.epoch <= self.schedule.epochs:
             set_training(self.model, self.norm_stats)
-            for group in self._groups(None if resumed is None else resumed["random"]):
+            for group in self._groups(random):
                 self.batch += len(group)
                 fitting = [batch for batch in group if count(batch[0]) > self.too_small]
                 if fitting:
@@ -118,7 +122,7 @@ class Trainer:
                         go_on = self._evaluate(self.epoch)
                         if not go_on:
                             return self.step
-            resumed = None
+            random = None
             if self.step == 0:
                 raise DataError(f"{self.domain.name} has no batch to train on")
             if self.recent:
@@ -128,6 +132,11 @@ class Trainer:
             every = self.schedule.eval_every
             if every is None or (done == self.schedule.epochs and self.step % every):
                 go_on = self._evaluate(done)
+        if self.step and self.skipped == self.step:
+            raise NonFiniteError(
+                f"none of {self.step} steps was taken, for every gradient overflowed in fp16. Use --amp bf16, or none, "
+                "or train for longer"
+            )
         return self.step
 
     def state(self) -> dict[str, Any]:
@@ -136,6 +145,7 @@ class Trainer:
             "epoch": self.epoch,
             "batch": self.batch,
             "step": self.step,
+            "skipped": self.skipped,
             "order": self.order,
             "epoch_random": self.random,
             "random": random_state(self.device),
@@ -147,6 +157,7 @@ class Trainer:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go back to a state."""
         self.epoch, self.batch, self.step = state["epoch"], state["batch"], state["step"]
+        self.skipped = state["skipped"]
         self.order, self.random = state["order"], state["epoch_random"]
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -200,9 +211,12 @@ class Trainer:
             self.penalty.add_gradient()
         if schedule.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), schedule.clip)
+        scale = self.scaler.get_scale()
         self.scaler.step(optimizer)
         self.scaler.update()
+        self.skipped += self.scaler.get_scale() < scale
         self.step += 1
+        self.bar.advance(1)
         self.recent.append(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
         if self.step == 1 or self.step % schedule.log_every == 0:
             self._report()
@@ -219,7 +233,7 @@ class Trainer:
             )
         loss = losses.mean().item()
         held = self.penalty.value() if self.penalty is not None else 0.0
-        self.bar.advance(len(losses), loss=loss, **({} if self.penalty is None else {"penalty": held}))
+        self.bar.advance(0, loss=loss, **({} if self.penalty is None else {"penalty": held}))
         lr = self.optimizer.param_groups[0]["lr"]
         self.observer.log({"step": self.step, "epoch": self.epoch, "loss": loss, "penalty": held, "lr": lr})
         self.recent.clear()

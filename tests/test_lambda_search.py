@@ -17,7 +17,6 @@ from ewc_finetune.data.domain import as_domain
 from ewc_finetune.errors import RetentionError, UsageError
 from ewc_finetune.probe import Retention
 from ewc_finetune.progress import Silent
-from ewc_finetune.run_folder import RunFolder
 from ewc_finetune.verbs.evaluate import Score
 from ewc_finetune.verbs.lambda_search import RUNS, Best, Retaining, Trial, Within, search_lambda, split
 
@@ -230,6 +229,18 @@ def test_what_a_run_keeps_of_the_answers(tmp_path):
         run(retain=0.9, anchors=anchor.without_probes())
 
 
+@pytest.mark.parametrize("curvature", ["diagonal", "kfac"])
+def test_with_a_head_that_grows(curvature):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    anchor = ewc.consolidate(model, blobs(0), curvature=curvature)
+    inputs, labels = blobs(1).tensors
+    done = ewc.finetune(
+        model, TensorDataset(inputs, labels + 2), anchors=anchor, lambdas="auto", head="expand", epochs=1, eval_on=[]
+    )
+    assert done.search.strength > 0
+    assert done.model[2].out_features == 5
+
+
 def test_a_search_that_was_stopped_goes_on(tmp_path, monkeypatch):
     model = trained(Small(), torch.float32)
     anchor = ewc.consolidate(model, blobs(0)).save(tmp_path / "a.safetensors").path
@@ -239,26 +250,36 @@ def test_a_search_that_was_stopped_goes_on(tmp_path, monkeypatch):
 
     def run(name, **more):
         model.load_state_dict(start)
+        options = {"data": blobs(1, shift=1), "epochs": 2, **more}
         return ewc.finetune(
-            model, blobs(1, shift=1), anchors=anchor, lambdas="auto", epochs=2, eval_on=[], output=tmp_path / name,
-            architecture="x:Y", **more
-        )  # fmt: skip
+            model, anchors=anchor, lambdas="auto", eval_on=[], output=tmp_path / name, architecture="x:Y", **options
+        )
 
     done = run("whole.pt")
 
     class Killed(BaseException):
         pass
 
-    def counting(*arguments):
+    def counting(*arguments, **options):
         made.append(arguments)
         if len(made) == 3:
             raise Killed
-        return whole(*arguments)
+        return whole(*arguments, **options)
 
     monkeypatch.setattr(ewc.verbs.trials, "Penalty", counting)
-    monkeypatch.setattr(RunFolder, "stop", lambda self, status: self._metrics.close())
+    notes = []
+
+    class Notes(Silent):
+        note = staticmethod(notes.append)
+
     with pytest.raises(Killed):
-        run("m.pt")
+        run("m.pt", progress=Notes())
+    assert notes[-1] == f"to go on: ewc-ft finetune --resume {tmp_path / 'm.run'}"
+    for other, message in (({"epochs": 8}, "epochs was 2, is 8"), ({"retain": 0.5}, "retain was not given, is 0.5")):
+        with pytest.raises(UsageError, match=message):
+            run("m.pt", resume=tmp_path / "m.run", **other)
+    with pytest.raises(UsageError, match="the digest of the data was"):
+        run("m.pt", resume=tmp_path / "m.run", data=blobs(2, shift=1))
     again = run("m.pt", resume=tmp_path / "m.run")
     assert len(made) == 3 + 3  # of five runs two were done
     assert again.search == done.search

@@ -249,7 +249,7 @@ def test_called_again(job, tmp_path):
     for changes in ({"epochs": 2}, {"epochs": 2, "lambdas": [7]}):
         with pytest.raises(UsageError, match=r"made with other options: .*epochs was 1, is 2.*--overwrite"):
             swept(job, folder, **changes)
-    with pytest.raises(UsageError, match="the size of data was 60, is 30"):
+    with pytest.raises(UsageError, match="the size of the data was 60, is 30"):
         swept(job, folder, blobs(2, 30, shift=1))
     assert names(folder) == sorted([*made, "anchor-data-lambda-10"])
     swept(job, folder, epochs=2, lambdas=[7], overwrite=True)

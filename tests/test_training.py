@@ -16,10 +16,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import ewc_finetune as ewc
+from ewc_finetune.checkpoint.state_dict import save_object
 from ewc_finetune.data.domain import as_domain
-from ewc_finetune.errors import DataError, StorageError, UsageError
+from ewc_finetune.errors import DataError, NonFiniteError, StorageError, UsageError
 from ewc_finetune.progress import Silent
-from ewc_finetune.run_folder import RunFolder
+from ewc_finetune.run_folder import RunFolder, lock
 from ewc_finetune.schedule import Schedule
 from ewc_finetune.verbs.journal import Journal
 
@@ -166,9 +167,18 @@ def test_a_step_that_overflows_is_skipped(monkeypatch):
     monkeypatch.setattr(
         torch.amp, "GradScaler", lambda device, enabled: scaler(device, init_scale=1e38, enabled=enabled)
     )
-    done = tuned(of=start, amp="fp16", epochs=1, anchors=ewc.consolidate(start, DATA), lambdas=1e6)
+    anchor = ewc.consolidate(start, DATA)
+    with pytest.raises(NonFiniteError, match="none of 5 steps was taken, for every gradient overflowed in fp16"):
+        tuned(of=start, amp="fp16", epochs=1, anchors=anchor, lambdas=1e6)
+    assert torch.equal(before, weights(start))  # five halvings of that scale are not enough
+    notes = []
+
+    class Notes(Silent):
+        note = staticmethod(notes.append)
+
+    done = tuned(of=start, amp="fp16", epochs=30, anchors=anchor, lambdas=1e6, progress=Notes())
     assert weights(done.model).isfinite().all()
-    assert torch.equal(before, weights(done.model))  # five halvings of that scale are not enough
+    assert any(" of 150 steps were skipped, for gradients overflowed in fp16" in note for note in notes)
 
 
 @pytest.mark.slow
@@ -397,7 +407,7 @@ def test_what_may_have_changed_since(tmp_path, monkeypatch, killing):
     undo()
     with pytest.raises(UsageError, match=r"cannot go on with other options: seed was 0, is 1; lr was 0.01, is 0.5\."):
         run(resume="m.run", lr=0.5, seed=1)
-    with pytest.raises(UsageError, match=r"files have changed: the size of data was 90, is 60\."):
+    with pytest.raises(UsageError, match=r"files have changed: the size of the data was 90, is 60; the digest"):
         run(resume="m.run", data=made(60))
     assert (tmp_path / "m.run" / "state.pt").exists()
     done = run(resume="m.run", epochs=3, log_every=2)
@@ -534,3 +544,205 @@ def test_a_run_folder_that_cannot_be_made_takes_nothing_away(tmp_path, monkeypat
         tuned(output=tmp_path / "m.pt", architecture="x:Y", overwrite=True)
     assert {path.name: path.read_bytes() for path in (tmp_path / "m.run").iterdir()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.pt", "m.run"]
+
+
+@pytest.fixture
+def stopped(tmp_path, monkeypatch, killing):
+    """A run that was killed in its second epoch, in a folder of its own."""
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    undo = killing(8)
+    with pytest.raises(Killed):
+        tuned(output="m.pt", architecture="x:Y", keep="best", **SELECTING)
+    undo()
+    return tmp_path / "a" / "m.run"
+
+
+SELECTING = {"select_on": [as_domain(SCORED["held out"], "held out")]}
+
+
+def going_on(folder, **more):
+    return tuned(resume=folder, architecture="x:Y", **{"keep": "best", **SELECTING, **more})
+
+
+def test_from_another_folder(stopped, tmp_path, monkeypatch):
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    (tmp_path / "b" / "m.pt").write_text("somebody else's")
+    done = going_on("../a/m.run")
+    assert done.output.resolve() == tmp_path / "a" / "m.pt"
+    assert (tmp_path / "b" / "m.pt").read_text() == "somebody else's"
+
+
+def test_another_output_or_name_is_refused(stopped, tmp_path):
+    (tmp_path / "precious.pt").write_text("precious")
+    with pytest.raises(UsageError, match="goes on to its own output"):
+        going_on(stopped, output=tmp_path / "precious.pt")
+    assert (tmp_path / "precious.pt").read_text() == "precious"
+    renamed = stopped.rename(stopped.with_name("n.run"))
+    with pytest.raises(UsageError, match="was called otherwise for its output m.pt"):
+        going_on(renamed)
+
+
+def test_a_whole_folder_may_move(stopped, tmp_path):
+    stopped.parent.rename(tmp_path / "moved")
+    assert going_on(tmp_path / "moved" / "m.run").output == tmp_path / "moved" / "m.pt"
+
+
+@pytest.mark.parametrize("name", ["best-5.pt", "metrics.jsonl"])
+def test_what_is_gone_from_the_folder(stopped, name):
+    (stopped / name).write_bytes((stopped / name).read_bytes()[:20]) if name.endswith("l") else (
+        stopped / name
+    ).unlink()
+    with pytest.raises(StorageError, match=r"is shorter than it was|the best state of the run, is gone"):
+        going_on(stopped)
+    assert (stopped / "state.pt").exists()
+
+
+def test_the_best_state_is_the_one_that_the_state_names(stopped):
+    """A run may be killed when a better one is written already, and the state is not."""
+    (stopped / "best-10.pt").write_bytes(b"of a step that has not been yet")
+    done = going_on(stopped)
+    assert not list(stopped.glob("best-*"))
+    kept = torch.load(done.output, weights_only=True)
+    assert all(torch.equal(kept[name], value) for name, value in done.model.state_dict().items())
+
+
+def test_a_killed_process_leaves_nothing_for_ever(stopped):
+    (stopped / ".state.pt.0123abcd.tmp").write_bytes(b"half")
+    going_on(stopped)
+    assert sorted(path.name for path in stopped.iterdir()) in (
+        ["figure.png", "metrics.jsonl", "run.json", "run.toml"],
+        ["figure.png", "last.pt", "metrics.jsonl", "run.json", "run.toml"],
+    )
+
+
+def test_killed_when_it_was_all_but_done(stopped):
+    state = (stopped / "state.pt").read_bytes()
+    going_on(stopped)
+    (stopped / "state.pt").write_bytes(state)
+    with pytest.raises(StorageError, match="is finished"):
+        going_on(stopped)
+    assert not (stopped / "state.pt").exists()
+
+
+def test_fewer_epochs_than_are_done(stopped):
+    with pytest.raises(UsageError, match="the run is in epoch 1 already, and --epochs is 0"):
+        going_on(stopped, epochs=0)
+
+
+def test_what_a_run_was_told_later_is_recorded(stopped):
+    going_on(stopped, epochs=3)
+    document = json.loads((stopped / "run.json").read_text())
+    assert document["options"]["epochs"] == 3
+    assert "epochs = 3" in (stopped / "run.toml").read_text()
+    assert document["status"] == "finished"
+
+
+def test_other_data_to_score_and_another_module(stopped):
+    with pytest.raises(UsageError, match="the digest of held out, which is scored"):
+        ewc.finetune(
+            model(), DATA, eval_on={"held out": made(40, seed=9)}, keep="best", resume=stopped, architecture="x:Y",
+            epochs=2, lr=1e-2, batch_size=20, log_every=1, select_on=[as_domain(SCORED["held out"], "held out")],
+        )  # fmt: skip
+    other = model()
+    other.body[2] = nn.Tanh()
+    with pytest.raises(UsageError, match="the model's digest"):
+        going_on(stopped, of=other)
+
+
+def test_a_dry_run_is_of_whole_runs(stopped):
+    before = {path.name: path.stat().st_mtime_ns for path in stopped.iterdir()}
+    with pytest.raises(UsageError, match="--dry-run is of whole runs"):
+        ewc.dry_run(ewc.finetune, model(), DATA, resume=stopped, eval_on=SCORED, epochs=2, lr=1e-2, batch_size=20)
+    assert {path.name: path.stat().st_mtime_ns for path in stopped.iterdir()} == before
+
+
+def test_what_happens_after_the_end_takes_nothing_away(tmp_path, monkeypatch):
+    finish = RunFolder.finish
+
+    def interrupted(self, **results):
+        finish(self, **results)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunFolder, "finish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tuned(output=tmp_path / "m.pt", architecture="x:Y")
+    assert json.loads((tmp_path / "m.run" / "run.json").read_text())["status"] == "finished"
+
+
+def test_a_run_under_way_is_not_replaced(tmp_path):
+    tuned(output=tmp_path / "m.pt", architecture="x:Y")
+    with (tmp_path / "m.run" / "metrics.jsonl").open("ab") as held:
+        assert lock(held)
+        with pytest.raises(StorageError, match="is being written by another process"):
+            tuned(output=tmp_path / "m.pt", architecture="x:Y", overwrite=True)
+    tuned(output=tmp_path / "m.pt", architecture="x:Y", overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.pt", "m.run"]
+
+
+def test_a_disk_that_is_full_when_the_state_is_written(tmp_path, monkeypatch):
+    def full(temporary, path, saved):
+        if path.name == "state.pt":
+            raise OSError(28, "No space left on device")
+        return save(temporary, path, saved)
+
+    save = save_object
+    monkeypatch.setattr("ewc_finetune.run_folder.save_object", full)
+    with pytest.raises(StorageError, match=r"state\.pt: the disk is full"):
+        tuned(output=tmp_path / "m.pt", architecture="x:Y")
+    assert torch.load(tmp_path / "m.run" / "last.pt", weights_only=True)
+
+
+def test_names_that_are_alike(tmp_path):
+    """Two domains that are called alike stay two, in the scores, the log and the choice."""
+    upside_down = TensorDataset(SCORED["held out"].tensors[0], 2 - SCORED["held out"].tensors[1])
+    done = ewc.finetune(
+        model(), DATA, eval_on=[upside_down], select_on=[SCORED["held out"]], keep="best", epochs=4, lr=1e-2
+    )
+    assert [score.domain for score in done.after] == ["data 1", "data 1 (2)"]
+    by_right = {line["step"]: line["scores"]["data 1 (2)"]["accuracy"] for line in done.history if "scores" in line}
+    assert by_right[done.step] == max(list(by_right.values())[1:])
+    twice = ewc.finetune("mlp?hidden=8", "digits?limit=40", eval_on=["digits", "digits"], epochs=0)
+    assert [score.domain for score in twice.before] == ["digits", "digits (2)"]
+
+
+def test_the_new_domain_by_any_name():
+    done = ewc.finetune(
+        "mlp?hidden=8",
+        "digits?limit=40",
+        eval_on={"new?": "digits", "old?x": "digits?rotate=90"},
+        keep="best",
+        epochs=1,
+    )
+    assert done.step == 1
+
+
+def test_data_is_not_walked_through_to_say_what_it_is(tmp_path):
+    class Endless(Dataset):
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, n):
+            return DATA[n % 90]
+
+    done = tuned(of=model(), output=tmp_path / "m.pt", architecture="x:Y", epochs=1)
+    assert json.loads((done.run / "run.json").read_text())["command"] is None
+    done = ewc.finetune(model(), Endless(), eval_on=Endless(), output=tmp_path / "n.pt", architecture="x:Y", epochs=1)
+    assert [score.samples for score in done.after] == [20]
+
+
+def test_wrong_types():
+    for wrong in (
+        {"lr": "0.1"},
+        {"warmup": "10%"},
+        {"clip": True},
+        {"momentum": "x"},
+        {"compile": "yes"},
+        {"retain": "x"},
+    ):
+        with pytest.raises(UsageError):
+            tuned(**wrong)
+    import numpy
+
+    assert tuned(epochs=numpy.int64(1)).steps == 5

@@ -13,7 +13,7 @@ from ewc_finetune.errors import EwcError, UsageError
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Not said by a file: what is done with the command rather than in the run.
-_NEVER = {"config", "resume", "help", "dry-run", "quiet", "verbose", "json", "debug"}
+_NEVER = {"config", "resume", "help", "dry-run", "quiet", "verbose", "json", "debug", "overwrite", "trust-pickle"}
 
 
 def config_option(of_run: Callable[[MutableMapping[str, Any]], None] | None = None) -> Callable[[F], F]:
@@ -37,7 +37,7 @@ def config_option(of_run: Callable[[MutableMapping[str, Any]], None] | None = No
 def resumed(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     """Take the options of a run that is to go on."""
     if value is not None:
-        _take(context, Path(value))
+        _take(context, Path(value, "run.json"))
     return value
 
 
@@ -45,10 +45,12 @@ def _take(context: click.Context, path: Path, of_run: Callable[[MutableMapping[s
     """Make what a file says the defaults of this command."""
     from ewc_finetune.config import read_config
 
+    if context.resilient_parsing:  # a shell asks what may come next
+        return
     options = {_name(option): option for option in context.command.params if _name(option) not in _NEVER}
     known: dict[str, Any] = {}
     try:
-        found = read_config(path, options)
+        found = read_config(path, options, _NEVER)
         if of_run is not None and (path.is_dir() or path.name == "run.json"):
             of_run(found)
         for name, value in found.items():
@@ -65,6 +67,8 @@ def _value(option: click.Parameter, value: Any, where: str) -> Any:
     if isinstance(value, list) and not many:
         raise UsageError(f"{where} is a list; it takes one value")
     values = value if isinstance(value, list) else [value]
+    if any(isinstance(item, bool) for item in values) and not (isinstance(option, click.Option) and option.is_flag):
+        raise UsageError(f"{where} is true or false; it takes a value")
     said = [item if isinstance(item, bool) else str(item) for item in values]
     return said if many else said[0]
 

@@ -154,7 +154,8 @@ class Domain:
         if workers and shuffle is not None:
             # What workers draw at random differs from epoch to epoch, and from sample to sample as they take turns:
             # to be the same again, everything must be read again.
-            own["generator"].manual_seed(int(torch.randint(2**62, (), generator=shuffle)))
+            drawn = torch.randint(2**62, (), generator=shuffle.clone_state())  # which leaves the order of what follows
+            own["generator"].manual_seed(int(drawn))
             return islice(DataLoader(samples, batch_sampler=_batched(order, batch_size), **own), skip, None)
         return DataLoader(samples, batch_sampler=_batched(order[skip * batch_size :], batch_size), **own)
 
@@ -235,16 +236,16 @@ class Fingerprint:
                 self._inputs.update(f"{name}{tensor.dtype}{shape}".encode())
             self._described = True
         if isinstance(inputs, Tensor):
-            self._inputs.update(_bytes(inputs))
+            self._inputs.update(as_bytes(inputs))
             if labels is not None:
-                self._labels.update(_bytes(labels))
+                self._labels.update(as_bytes(labels))
             return
         # Sample by sample: neither the size of the batches matters nor what fills up the shorter samples of one.
         for n in range(count(inputs)):
             for tensor in named.values():
-                self._inputs.update(_bytes(_unmasked(tensor[n], mask, n)))
+                self._inputs.update(as_bytes(_unmasked(tensor[n], mask, n)))
             if labels is not None:
-                self._labels.update(_bytes(_unmasked(labels[n], mask, n)))
+                self._labels.update(as_bytes(_unmasked(labels[n], mask, n)))
 
     def hexdigest(self) -> str:
         """Return the digest of inputs and labels together."""
@@ -255,5 +256,6 @@ def _unmasked(sample: Tensor, mask: Tensor | None, n: int) -> Tensor:
     return sample if mask is None or mask[n].shape != sample.shape else sample[mask[n] != 0]
 
 
-def _bytes(tensor: Tensor) -> Any:
+def as_bytes(tensor: Tensor) -> Any:
+    """Return what a tensor holds, for a digest."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()

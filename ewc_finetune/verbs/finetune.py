@@ -30,7 +30,7 @@ from ewc_finetune.choices import (
 )
 from ewc_finetune.config import to_command
 from ewc_finetune.data.domain import Domain
-from ewc_finetune.data.sources import resolve_domain, resolve_domains
+from ewc_finetune.data.sources import resolve_domain
 from ewc_finetune.devices import choose_device, on_device, random_state_kept
 from ewc_finetune.errors import StorageError, UsageError
 from ewc_finetune.figures import draw_run
@@ -42,7 +42,7 @@ from ewc_finetune.probe import Retention
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.run_folder import RunFolder, check_run_folder
 from ewc_finetune.runs import Run, read_run
-from ewc_finetune.schedule import Schedule, Training
+from ewc_finetune.schedule import Schedule, Training, is_number
 from ewc_finetune.stack import spread_lambdas
 from ewc_finetune.tensorboard import TensorBoard
 from ewc_finetune.training import Trainer, count_steps
@@ -51,14 +51,15 @@ from ewc_finetune.verbs.evaluate import Score
 from ewc_finetune.verbs.journal import Journal
 from ewc_finetune.verbs.lambda_search import DEFAULT_TOLERANCE, Search
 from ewc_finetune.verbs.movement import movements
-from ewc_finetune.verbs.recording import asked, defaults, listed
+from ewc_finetune.verbs.recording import asked, defaults, identify, is_told
 from ewc_finetune.verbs.recording import found as recorded
 from ewc_finetune.verbs.remarks import say
-from ewc_finetune.verbs.resuming import check_found, check_options
+from ewc_finetune.verbs.resuming import check_identities, check_left, check_options, output_of
 from ewc_finetune.verbs.selection import Selection, selecting
 from ewc_finetune.verbs.setup import Setup, set_up
 from ewc_finetune.verbs.start import known, likelihood_of, open_start
 from ewc_finetune.verbs.trials import aim_of, search_by_trials, trials_cost
+from ewc_finetune.verbs.watching import also_selected, watched_domains
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -188,31 +189,35 @@ def finetune(
     schedule = Schedule(**training)
     _check_words(penalty_form, lineage, head)
     options = asked(arguments, schedule)
-    earlier = None
-    if resume is not None:
-        earlier = read_run(Path(resume))
-        output = output or earlier.document["options"]["output"]
-        check_options(earlier, options, schedule, progress)
+    earlier = None if resume is None else read_run(Path(resume))
     output = None if output is None else Path(output)
+    if earlier is not None:
+        output = _resumed(earlier, output, options, schedule, before_start is not None, progress)
     given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
     stacked = [item if isinstance(item, Anchor) else Anchor.open(item) for item in given]
     strengths = _strengths(lambdas, stacked)
     domain = resolve_domain(data, "train", data_dir)
-    chosen = resolve_domains(select_on, "test", data_dir) if select_on else []
-    scored = _watched(eval_on, chosen, data, domain, stacked, data_dir, progress, head)
+    scored, specs = watched_domains(eval_on, data, domain, stacked, data_dir, progress, head)
+    scored, chosen = also_selected(scored, specs, select_on, data_dir)
     start, fresh = open_start(model, architecture, trust_pickle, stacked, domain, seed)
     if output is not None:
         _check_output(output, start, overwrite, [model, *given], earlier)
     schedule = replace(schedule, norm_stats=schedule.norm_stats or ("update" if fresh else "frozen"))
-    selection = _selection(schedule, data, scored, chosen)
+    selection = _selection(schedule, data, scored, specs, chosen)
     rule = get_likelihood(likelihood_of(likelihood, stacked, start))
     where = choose_device(device)
     aim = aim_of(arguments, chosen)
     _check_retain(retain, stacked)
+    identities = (
+        {}
+        if output is None and before_start is None
+        else identify(start, stacked, domain, scored, isinstance(data, str))
+    )
     with contextlib.ExitStack() as closing:
         folder = None
         if output is not None and before_start is None:
-            folder = closing.enter_context(_folder(output, overwrite, earlier, options, arguments))
+            folder = closing.enter_context(_folder(output, overwrite, earlier, options, arguments, identities))
+            closing.enter_context(_hint(folder, progress))
         search = None
         if lambdas == "auto" and before_start is None:
             search = search_by_trials(domain, scored, stacked, strengths, arguments, schedule, aim, folder, progress)
@@ -243,15 +248,13 @@ def finetune(
             files = [] if output is None else [*written_as(start, output), beside(output, ".run")]
             shorter = 0 if lambdas != "auto" else trials_cost(schedule.epochs)
             estimate = estimate_finetuning(job, schedule, rule, shuffle.clone_state(), where, files, shorter)
-            found = recorded(job, stacked, strengths, rule, schedule, search, isinstance(data, str))
+            found = recorded(job, stacked, strengths, rule, schedule, search, identities)
             before_start(replace(estimate, found=found))
-        state, history, sinks = None, list[dict[str, Any]](), list[TensorBoard]()
+        state, history = None, list[dict[str, Any]]()
         if folder is not None:
-            found = recorded(job, stacked, strengths, rule, schedule, search, isinstance(data, str))
-            state, history = _take_up(folder, earlier, found)
-            if tensorboard:
-                done = 0 if state is None else state["training"]["step"]
-                sinks.append(closing.enter_context(TensorBoard(folder.path / "tensorboard", done)))
+            folder.update(found=recorded(job, stacked, strengths, rule, schedule, search, identities))
+            state, history = folder.load_state()
+        sinks = _sinks(folder, tensorboard, state, closing)
         # From here on it is the journal that undoes what a run leaves unfinished.
         undo = undoing.pop_all().close
         journal = Journal(
@@ -259,7 +262,7 @@ def finetune(
             meters(job.start.model, stacked, job.record.head), retain, sinks,
             isinstance(model, nn.Module), progress, undo,
         )  # fmt: skip
-        with _ending(journal, folder, progress):
+        with _put_back(journal):
             steps = _train(job, schedule, rule, shuffle, journal, state, history, progress)
             if output is not None and folder is not None:
                 _write(job, schedule, journal, folder, output, steps, progress)
@@ -280,28 +283,56 @@ def finetune(
     )
 
 
-def _take_up(
-    folder: RunFolder, earlier: Run | None, found: dict[str, Any]
-) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-    """Record what a run found, after a look at whether that is what it found before; return where it goes on from."""
-    if earlier is not None:
-        check_found(earlier, found)
-    folder.update(found=found, status="running")
-    return folder.load_state()
+def _resumed(
+    earlier: Run, output: Path | None, options: dict[str, Any], schedule: Schedule, dry: bool, progress: Progress
+) -> Path:
+    """Check that a run can be gone on with as it is asked for, and return where its checkpoint goes."""
+    if dry:
+        raise UsageError("--dry-run is of whole runs; leave it out to go on with one, or leave out --resume")
+    found = output_of(earlier, output)
+    options["output"] = earlier.document["options"]["output"]
+    check_options(earlier, options, schedule, progress)
+    return found
+
+
+def _selection(
+    schedule: Schedule, data: Any, scored: Sequence[Domain], specs: Sequence[str | None], chosen: Sequence[str]
+) -> Selection | None:
+    """Return how states are compared, where any option asks for it."""
+    if not schedule.keeps_best and schedule.patience is None:
+        return None
+    return Selection(tuple(selecting(data, scored, specs, chosen)), schedule.patience)
+
+
+def _sinks(
+    folder: RunFolder | None, tensorboard: bool, state: Mapping[str, Any] | None, closing: contextlib.ExitStack
+) -> list[TensorBoard]:
+    """Return where else the log goes."""
+    if folder is None or not tensorboard:
+        return []
+    done = 0 if state is None else state["training"]["step"]
+    return [closing.enter_context(TensorBoard(folder.path / "tensorboard", done))]
 
 
 @contextlib.contextmanager
-def _ending(journal: Journal, folder: RunFolder | None, progress: Progress) -> Iterator[None]:
-    """If the run ends early, put a caller's module back to its last good state and say how to go on."""
+def _hint(folder: RunFolder, progress: Progress) -> Iterator[None]:
+    """Say how to go on, if the run ends early with something to go on from."""
+    try:
+        yield
+    except BaseException:
+        if folder.resumable:
+            kept = f"the state of the last evaluation is kept, as {folder.last}; " if folder.last.exists() else ""
+            progress.note(f"{kept}to go on: ewc-ft finetune --resume {folder.path}")
+        raise
+
+
+@contextlib.contextmanager
+def _put_back(journal: Journal) -> Iterator[None]:
+    """Put a caller's module back to its last good state, if the run ends early."""
     try:
         yield
     except BaseException:
         journal.stop()
-        if folder is not None and folder.resumable:
-            progress.note(
-                f"the state of the last evaluation is kept, as {folder.last}; to go on: ewc-ft finetune --resume "
-                f"{folder.path}"
-            )
         raise
 
 
@@ -320,6 +351,8 @@ def _train(
     if state is None:
         journal.start()
     else:
+        place = state["training"]
+        check_left(schedule.epochs, place["epoch"] - (place["batch"] == 0))
         journal.load_state(state["journal"], history)
         progress.note(f"going on after step {journal.last:,}")
     total = count_steps(domain, schedule)
@@ -331,14 +364,15 @@ def _train(
         own = domain.likelihood(likelihood)
         trainer = Trainer(model, domain, job.layout, own, job.penalty, schedule, shuffle, bar, journal)
         steps = trainer.run(None if state is None else state["training"], go_on=not journal.exhausted)
+        if trainer.skipped:
+            progress.note(f"{trainer.skipped:,} of {steps:,} steps were skipped, for gradients overflowed in fp16")
         if schedule.keeps_best:
             journal.choose()
     model.zero_grad(set_to_none=True)
     model.eval()
     if journal.dtypes:
         progress.note("half-precision weights were trained in float32 and are rounded back now")
-        journal.score(schedule.epochs, steps)
-        journal.measure(schedule.epochs, steps)
+        journal.look_again()
     journal.check_retention(journal.step)
     return steps
 
@@ -367,22 +401,26 @@ def _write(
 
 
 def _folder(
-    output: Path, overwrite: bool, earlier: Run | None, options: dict[str, Any], arguments: Mapping[str, Any]
+    output: Path,
+    overwrite: bool,
+    earlier: Run | None,
+    options: dict[str, Any],
+    arguments: Mapping[str, Any],
+    identities: Mapping[str, Any],
 ) -> RunFolder:
-    """Open the run folder: a new one, or that of the run to go on with."""
-    if earlier is not None:
-        return RunFolder.reopen(earlier.path)
-    given = [arguments["model"], arguments["data"], *options["anchors"], *(arguments["eval_on"] or ())]
-    told = all(item is None or isinstance(item, (str, Path)) for item in [*given, *listed(arguments["anchors"])])
+    """Open the run folder: a new one, or that of the run to go on with, if it is still the same run."""
+    told = all(is_told(arguments[name]) for name in ("model", "data", "anchors", "eval_on", "select_on"))
     command = to_command(options, defaults()) if told else None
-    return RunFolder.create(beside(output, ".run"), overwrite, options, command)
-
-
-def _selection(schedule: Schedule, data: Any, scored: Sequence[Domain], chosen: Sequence[Domain]) -> Selection | None:
-    """Return how states are compared, where any option asks for it."""
-    if not schedule.keeps_best and schedule.patience is None:
-        return None
-    return Selection(selecting(data, scored, chosen), schedule.patience)
+    if earlier is None:
+        return RunFolder.create(beside(output, ".run"), overwrite, options, command, identities)
+    check_identities(earlier, identities)
+    folder = RunFolder.reopen(earlier.path)
+    try:
+        folder.take_up(options, command)
+    except BaseException:
+        folder.stop("interrupted")
+        raise
+    return folder
 
 
 def default_output(model: str | Path | None, anchors: Sequence[str | Path], data: str) -> Path:
@@ -432,8 +470,8 @@ def _strengths(lambdas: float | Sequence[float] | Literal["auto"] | None, anchor
 def _check_retain(retain: float | None, anchors: Sequence[Anchor]) -> None:
     if retain is None:
         return
-    if not 0 < retain <= 1:
-        raise UsageError(f"retain is {retain:g}; expected a share of answers, more than 0 and up to 1")
+    if not is_number(retain) or not 0 < retain <= 1:
+        raise UsageError(f"retain is {retain}; expected a share of answers, more than 0 and up to 1")
     if not any(anchor.probes for anchor in anchors):
         raise UsageError(
             "--retain goes by the probes in the anchors, and there is none in them; ewc-ft consolidate --probe N keeps "
@@ -448,31 +486,3 @@ def _check_words(penalty_form: str, lineage: str, head: str) -> None:
         ("head", head, HEADS),
     ):
         check_choice(option, value, choices)
-
-
-def _watched(
-    eval_on: Sequence[Any] | Mapping[str, Any] | None,
-    chosen: Sequence[Domain],
-    data: Any,
-    domain: Domain,
-    anchors: Sequence[Anchor],
-    data_dir: str | Path | None,
-    progress: Progress,
-    head: Head,
-) -> list[Domain]:
-    """Return the domains to score: those asked for, else the test split of the new domain; and those to choose by."""
-    if head == "new" and anchors:
-        progress.note(
-            "domains are scored with the new head; for an old one's: ewc-ft evaluate CHECKPOINT --head ANCHOR"
-        )
-    if eval_on is not None:
-        found = resolve_domains(eval_on, "test", data_dir)
-        return found + [domain for domain in chosen if domain.name not in {d.name for d in found}]
-    found = [resolve_domain(data, "test", data_dir)] if isinstance(data, str) and domain.split is not None else []
-    if not found:
-        progress.note(f"{domain.name} has no test split, so nothing is scored; --eval names domains to score")
-    elif anchors and head != "new":
-        progress.note(
-            f"only {domain.name} is scored; where old data is at hand, --eval OLD --eval NEW shows what stays"
-        )
-    return found + [domain for domain in chosen if domain.name not in {d.name for d in found}]

@@ -15,7 +15,7 @@ from ewc_finetune.checkpoint.checkpoint import Record
 from ewc_finetune.checkpoint.state_dict import save_state_dict
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.layout import Layout
-from ewc_finetune.errors import RetentionError
+from ewc_finetune.errors import RetentionError, StorageError
 from ewc_finetune.likelihood import Likelihood
 from ewc_finetune.meters import Meter
 from ewc_finetune.probe import Retention, least_unchanged
@@ -115,6 +115,11 @@ class Journal:
         if self.selection is not None:
             self.selection.load_state(state["selection"])
             self._best_scores = [Score(**found) for found in state["best_scores"]]
+            if self.folder is not None and not self.folder.best(self.selection.step).exists():
+                raise StorageError(
+                    f"{self.folder.best(self.selection.step)}, the best state of the run, is gone; put it back, or "
+                    "start the run again"
+                )
         self._started = time.perf_counter()
 
     def log(self, line: dict[str, Any]) -> None:
@@ -131,15 +136,17 @@ class Journal:
                 self.measure(line["epoch"], line["step"])
 
     def score(self, epoch: int, step: int) -> list[Score]:
-        """Score every watched domain, now."""
-        self.scores = [
-            score(self.model, watch, layout, watch.likelihood(self.likelihood), self.batch_size, self.device)
-            for watch, layout in self.watched
-        ]
+        """Score every watched domain, and log it."""
+        self._score()
         self.log({"step": step, "epoch": epoch, "scores": {s.domain: asdict(s) for s in self.scores}})
         if self.scores:
             self.progress.note(f"epoch {epoch}: " + ", ".join(f"{s.domain} {s.main}" for s in self.scores))
         return self.scores
+
+    def look_again(self) -> None:
+        """Score every watched domain and measure every probe for weights that were rounded since."""
+        self._score()
+        self.retention = [meter.read(self.model, self.device, self.batch_size) for meter in self.meters]
 
     def measure(self, epoch: int, step: int) -> list[Retention]:
         """Measure what the model has kept of the answers in the probes, now."""
@@ -163,6 +170,8 @@ class Journal:
         if self.folder is not None:
             save_state_dict(self.folder.last, self.model, self.record, self.dtypes)
             self.folder.save_state({"training": state(), "journal": self._state()})
+            if self.selection is not None:
+                self.folder.keep_best(self.selection.step)
         if self._kept is not None and not self._lost():
             self._kept = cpu_copy(self.model.state_dict())
         return go_on
@@ -171,8 +180,10 @@ class Journal:
         """Have the model in its best state, if that is not the last one."""
         if self.selection is None or self.selection.step == self.last:
             return
-        found = self._best if self.folder is None else torch.load(self.folder.best, weights_only=True)
-        self.model.load_state_dict(found or {})
+        if self.folder is not None:
+            self._best = torch.load(self.folder.best(self.selection.step), weights_only=True)
+        if self._best is not None:
+            self.model.load_state_dict(self._best)
         self.scores, self.step = self._best_scores, self.selection.step
         self.retention = [meter.read(self.model, self.device, self.batch_size) for meter in self.meters]
         self.progress.note(f"the best state is that of step {self.selection.step:,}, which is kept")
@@ -209,6 +220,12 @@ class Journal:
                 "--lambda auto, which looks for one that keeps them"
             )
 
+    def _score(self) -> None:
+        self.scores = [
+            score(self.model, watch, layout, watch.likelihood(self.likelihood), self.batch_size, self.device)
+            for watch, layout in self.watched
+        ]
+
     def _measured(self) -> int:
         """Return the step at which the probes were last measured."""
         return next((int(line["step"]) for line in reversed(self.history) if "retention" in line), -1)
@@ -236,7 +253,7 @@ class Journal:
         if self.selection.take(self.scores, step):
             self._best_scores = self.scores
             if self.folder is not None:
-                save_state_dict(self.folder.best, self.model, self.record, self.dtypes)
+                save_state_dict(self.folder.best(step), self.model, self.record, self.dtypes)
             else:
                 self._best = cpu_copy(self.model.state_dict())
         if self.selection.exhausted:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
 from ewc_finetune.anchor import Anchor
+from ewc_finetune.checkpoint.opening import Opened
 from ewc_finetune.config import spoken
-from ewc_finetune.data.domain import Domain, Fingerprint
+from ewc_finetune.data.domain import Domain, as_bytes
 from ewc_finetune.likelihood import Likelihood
 from ewc_finetune.schedule import Schedule
 from ewc_finetune.verbs.lambda_search import Search
 from ewc_finetune.verbs.setup import Setup
 
-# Of the data's samples, so many are looked at to know it again.
+# Of samples that are not in memory, so many are looked at to know them again.
 _LOOKED_AT = 64
 
 
@@ -54,6 +59,13 @@ def asked(arguments: Mapping[str, Any], schedule: Schedule) -> dict[str, Any]:
     return {spoken(name): _plain(value) for name, value in given.items()}
 
 
+def is_told(value: Any) -> bool:
+    """Whether a value is one that a command line can say."""
+    if isinstance(value, (list, tuple)):
+        return all(map(is_told, value))
+    return value is None or isinstance(value, (str, int, float, Path))
+
+
 def listed(value: Any) -> list[Any]:
     """Return what may be given singly as a list."""
     return [value] if isinstance(value, (Anchor, str, Path, int, float)) else list(value)
@@ -61,15 +73,15 @@ def listed(value: Any) -> list[Any]:
 
 def _plain(value: Any) -> Any:
     """Return a value as JSON has it; of what is no text or number, what to call it."""
-    if value is None or isinstance(value, (str, int, float)):
-        return value
-    if isinstance(value, Path):
-        return str(value)
+    if value is None or isinstance(value, (str, int, float, Path)):
+        return str(value) if isinstance(value, Path) else value
     if isinstance(value, Anchor):
         return value.label
     if isinstance(value, Domain):
         return value.name
-    if isinstance(value, (list, tuple, Mapping)):
+    if isinstance(value, Mapping):
+        return [_plain(item) for item in value.values()]
+    if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return f"a {type(value).__name__}"
 
@@ -81,9 +93,9 @@ def found(
     likelihood: Likelihood,
     schedule: Schedule,
     search: Search | None,
-    same: bool,
+    identities: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return what the options of a run turned out to be; `same` is whether the data are the same whenever read."""
+    """Return what the options of a run turned out to be; `identities` is what `identify` gave."""
     start, domain = job.start, job.domain
     return {
         "model": start.label,
@@ -102,23 +114,78 @@ def found(
             "spec": domain.name,
             "split": domain.split,
             "size": domain.size,
-            "digest": _digest(domain) if same else None,
+            "digest": identities["the digest of the data"],
         },
         "eval": [{"spec": d.name, "split": d.split, "size": d.size} for d, _ in job.watched],
         "input": job.layout.to_json(),
         "likelihood": likelihood.name,
         "norm_stats": schedule.norm_stats,
         "lambda_search": None if search is None else search.to_json(),
+        "identities": dict(identities),
     }
 
 
-def _digest(domain: Domain) -> str | None:
-    """Return a digest of a few samples from all over the data, if they can be had by number."""
+def identify(
+    start: Opened, anchors: Sequence[Anchor], domain: Domain, scored: Sequence[Domain], told: bool
+) -> dict[str, Any]:
+    """Return what tells model, anchors and data of a run from others, each under what to call it.
+
+    Args:
+        start: The model, before anything is done to it.
+        anchors: Oldest first.
+        domain: The new domain.
+        scored: The domains to score.
+        told: Whether the data come from specs, so that they are the same whenever they are read.
+    """
+    return {
+        "the model's digest": start.sha256 or _digest_of_weights(start.model),
+        **{f"anchor {number}": anchor.digest for number, anchor in enumerate(anchors, 1)},
+        "the size of the data": domain.size,
+        "the digest of the data": _digest(domain, told),
+        **{f"the size of {other.name}, which is scored": other.size for other in scored},
+        **{f"the digest of {other.name}, which is scored": _digest(other, told) for other in scored},
+    }
+
+
+def _digest_of_weights(model: nn.Module) -> str:
+    digest = hashlib.sha256(repr(model).encode())
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode())
+        if isinstance(tensor, Tensor):
+            digest.update(as_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _digest(domain: Domain, told: bool) -> str | None:
+    """Return a digest of all samples that are in memory; of others' labels, and of some samples from all over."""
     size = domain.size or 0
     if not domain.indexable or not size:
         return None
-    looked_at = sorted({size * n // _LOOKED_AT for n in range(_LOOKED_AT)})
-    fingerprint = Fingerprint()
-    for inputs, labels in domain.subset(looked_at).batches(_LOOKED_AT):
-        fingerprint.update(inputs, labels)
-    return fingerprint.hexdigest()
+    digest = hashlib.sha256()
+    if isinstance(domain.samples, TensorDataset):
+        for tensor in domain.samples.tensors:
+            digest.update(as_bytes(tensor))
+        return digest.hexdigest()
+    if domain.labels is not None:
+        digest.update(as_bytes(domain.labels))
+    elif not told:
+        return None
+    samples: Any = domain.samples
+    for n in sorted({size * k // _LOOKED_AT for k in range(_LOOKED_AT)}) if told else ():
+        _take_in(digest, samples[n])
+    return digest.hexdigest()
+
+
+def _take_in(digest: Any, value: Any) -> None:
+    """Update a digest by a sample; what is neither tensor nor text nor number in it has no part."""
+    if isinstance(value, Tensor):
+        digest.update(as_bytes(value))
+    elif isinstance(value, (str, int, float, bool)):
+        digest.update(repr(value).encode())
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            _take_in(digest, name)
+            _take_in(digest, item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _take_in(digest, item)

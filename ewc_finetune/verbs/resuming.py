@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ewc_finetune._version import __version__
-from ewc_finetune.config import differences
+from ewc_finetune.config import UNSAID, differences
 from ewc_finetune.errors import UsageError
+from ewc_finetune.files import beside
 from ewc_finetune.progress import Progress
 from ewc_finetune.run_folder import versions
 from ewc_finetune.runs import Run
 from ewc_finetune.schedule import Schedule
 
-# What does not change where the weights go, or only by rounding.
-SOUND = {"log-every", "device", "workers", "data-dir", "overwrite", "tensorboard", "retain", "trust-pickle", "output"}
+# What does not change what is trained: the run ends as it would have, but for rounding and what is drawn at random.
+SOUND = {"log-every", "device", "workers", "data-dir", "overwrite", "tensorboard", "retain", "trust-pickle"}
 
 
 def check_options(run: Run, options: Mapping[str, Any], schedule: Schedule, progress: Progress) -> None:
@@ -24,6 +26,8 @@ def check_options(run: Run, options: Mapping[str, Any], schedule: Schedule, prog
         UsageError: listing what differs.
     """
     sound = SOUND if schedule.needs_total else {*SOUND, "epochs"}
+    if options["lambda"] == "auto":  # what is looked for, and for how long
+        sound = sound - {"epochs", "retain"}
     found = differences(options, run.document["options"])
     wrong = [text for name, text in found.items() if name not in sound]
     if wrong:
@@ -31,7 +35,7 @@ def check_options(run: Run, options: Mapping[str, Any], schedule: Schedule, prog
             f"the run {run.path} cannot go on with other options: {'; '.join(wrong)}. Leave them out, or start "
             "another run with another --output"
         )
-    for text in found.values():
+    for text in (text for name, text in found.items() if name not in UNSAID):
         progress.note(f"going on with another option: {text}")
     now, then = versions(), run.document.get("versions", {})
     if then.get("ewc_finetune") != __version__:
@@ -46,16 +50,13 @@ def check_options(run: Run, options: Mapping[str, Any], schedule: Schedule, prog
             )
 
 
-def check_found(run: Run, found: Mapping[str, Any]) -> None:
-    """Refuse to go on where model, anchors or data are others than the run was started with.
+def check_identities(run: Run, identities: Mapping[str, Any]) -> None:
+    """Refuse to go on where model, anchors or data are others than the run was started with (`recording.identify`).
 
     Raises:
         UsageError: listing what differs.
     """
-    then = run.document.get("found")
-    if then is None:  # it was stopped before it knew
-        return
-    wrong = differences(identities(found), identities(then))
+    wrong = differences(identities, run.document.get("identities") or {})
     if wrong:
         raise UsageError(
             f"the run {run.path} cannot go on, for its files have changed: {'; '.join(wrong.values())}. Put them back, "
@@ -63,16 +64,31 @@ def check_found(run: Run, found: Mapping[str, Any]) -> None:
         )
 
 
-def identities(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what tells model, anchors and data from others."""
-    anchors = {f"anchor {number}": anchor["sha256"] for number, anchor in enumerate(found["anchors"], 1)}
-    scored = {f"the size of {data['spec']}": data["size"] for data in found["eval"]}
-    data = found["data"]
-    return {
-        "the model's digest": found["checkpoint"]["sha256"],
-        "its parameters": found["parameters"],
-        **anchors,
-        f"the size of {data['spec']}": data["size"],
-        f"the digest of {data['spec']}": data["digest"],
-        **scored,
-    }
+def output_of(run: Run, asked: str | Path | None) -> Path:
+    """Return where the checkpoint of a run goes that is taken up: beside its folder, wherever that is now.
+
+    Args:
+        run: The run.
+        asked: Where it is asked for, if it is.
+
+    Raises:
+        UsageError: if that is another place, or the folder is called otherwise than it was.
+    """
+    recorded = run.document["options"].get("output")
+    place = run.path.absolute().parent / Path(str(recorded)).name
+    if recorded is None or beside(place, ".run").resolve() != run.path.resolve():
+        raise UsageError(f"the run folder {run.path} was called otherwise for its output {recorded}; call it so again")
+    if asked is not None and str(asked) != str(recorded) and Path(asked).resolve() != place.resolve():
+        raise UsageError(f"the run {run.path} goes on to its own output, {place}; leave --output out")
+    own = Path(str(recorded))
+    return own if own.resolve() == place.resolve() else place
+
+
+def check_left(epochs: int, reached: int) -> None:
+    """Refuse to end a run before where it is.
+
+    Raises:
+        UsageError: naming the epochs.
+    """
+    if epochs < reached:
+        raise UsageError(f"the run is in epoch {reached} already, and --epochs is {epochs}; ask for as many or more")

@@ -62,15 +62,25 @@ def merit(scores: Sequence[Score], domains: Collection[str]) -> float:
     return -sum(score.loss for score in chosen) / len(chosen)
 
 
-def selecting(data: Any, watched: Sequence[Domain], select_on: Sequence[Domain]) -> tuple[str, ...]:
+def selecting(data: Any, watched: Sequence[Domain], specs: Sequence[str | None], select_on: Sequence[str]) -> list[str]:
     """Return the names of the domains that a choice goes by: those asked for, else the new one.
+
+    Args:
+        data: The new domain, as it was given.
+        watched: The domains that are scored.
+        specs: Of each of them the data spec, where it has one.
+        select_on: Names of those asked for.
 
     Raises:
         UsageError: if the new one is not among those that are scored.
     """
     if select_on:
-        return tuple(domain.name for domain in select_on)
-    found = tuple(domain.name for domain in watched if isinstance(data, str) and same_source(domain.name, data))
+        return list(select_on)
+    found = [
+        domain.name
+        for domain, spec in zip(watched, specs, strict=True)
+        if isinstance(data, str) and spec is not None and same_source(spec, data)
+    ]
     if not found:
         raise UsageError(
             "to choose the best state, a domain must be scored: add --eval for the new one, or name those that the "

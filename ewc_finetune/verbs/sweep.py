@@ -29,7 +29,7 @@ from ewc_finetune.verbs.finetune import default_output, finetune
 from ewc_finetune.verbs.grid import Point, Stack, as_stacks, check_grid, grid
 from ewc_finetune.verbs.jobs import Job, run_jobs
 from ewc_finetune.verbs.recording import asked_by
-from ewc_finetune.verbs.resuming import SOUND, identities
+from ewc_finetune.verbs.resuming import SOUND
 from ewc_finetune.verbs.sweep_folder import DOCUMENT, FIGURE, TABLE, SweepFolder, check_sweep_folder
 
 DEFAULT_LAMBDAS = (1.0, 10.0, 100.0, 1000.0, 10000.0)
@@ -265,14 +265,14 @@ def _differing(
         fixed: Whether all runs start from the same model.
     """
     finished = run.document["status"] == "finished"
-    ignored = {*SOUND, "tolerance"} | (_VARIED if others else set())
+    ignored = {*SOUND, "tolerance", "output"} | (_VARIED if others else set())
     if plain and finished:
         ignored = {*ignored, "anchors"}
     texts = [text for name, text in differences(now, run.document["options"]).items() if name not in ignored]
     then = run.document.get("found")
     if then is None or texts:
         return texts
-    known, here = identities(then), identities(found)
+    known, here = run.document.get("identities") or {}, found["identities"]
     if others or (plain and finished):
         left_out = ("anchor ",) if fixed or not others else ("anchor ", "the model's digest")
         known, here = (

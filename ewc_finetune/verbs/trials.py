@@ -12,11 +12,13 @@ from torch import nn
 from ewc_finetune.anchor import Anchor
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.errors import UsageError
+from ewc_finetune.heads import find_head
 from ewc_finetune.penalty import Penalty
 from ewc_finetune.progress import OnlyBars, Progress
 from ewc_finetune.run_folder import RunFolder
-from ewc_finetune.schedule import Schedule
+from ewc_finetune.schedule import Schedule, is_number
 from ewc_finetune.stack import of_one_head
+from ewc_finetune.verbs.head import head_names
 from ewc_finetune.verbs.lambda_search import RUNS, Aim, Best, Retaining, Search, Trial, Within, search_lambda, split
 
 # Arguments of `finetune` that a short run takes over.
@@ -89,7 +91,9 @@ def search_by_trials(
             score=done.after[0],
             watched=tuple(done.after[1:]),
             retention=tuple(done.retention),
-            distance=Penalty(done.model, held, ratios, "gradient", options["lineage"]).value(),
+            distance=Penalty(
+                done.model, held, ratios, "gradient", options["lineage"], growing=_grown(done.model, options["head"])
+            ).value(),
         )
 
     def run(strength: float | None) -> Trial:
@@ -104,24 +108,29 @@ def search_by_trials(
     return search_lambda(run, aim, progress)
 
 
-def aim_of(arguments: Mapping[str, Any], chosen: Sequence[Domain]) -> Aim:
+def _grown(model: nn.Module, head: str) -> tuple[str, ...]:
+    """Return the parameters that may have more rows than the anchors know."""
+    return head_names(find_head(model)) if head == "expand" else ()
+
+
+def aim_of(arguments: Mapping[str, Any], chosen: Sequence[str]) -> Aim:
     """Return what a search is to look for.
 
     Args:
         arguments: Of the `finetune` that it is for.
-        chosen: The domains to select on.
+        chosen: Names of the domains to select on.
 
     Raises:
         UsageError: if two aims are asked for, or a share that is none.
     """
     tolerance, share = arguments["tolerance"], arguments["retain"]
-    if not 0 < tolerance < 1:
-        raise UsageError(f"tolerance is {tolerance:g}; expected more than 0 and less than 1")
+    if not is_number(tolerance) or not 0 < tolerance < 1:
+        raise UsageError(f"tolerance is {tolerance}; expected a number, more than 0 and less than 1")
     if share is not None and chosen:
         raise UsageError("--lambda auto goes by --retain or by --select-on, not by both; leave one of them out")
     if share is not None:
         return Retaining(share)
-    return Best([domain.name for domain in chosen]) if chosen else Within(tolerance)
+    return Best(chosen) if chosen else Within(tolerance)
 
 
 def shorter(epochs: int) -> int:
