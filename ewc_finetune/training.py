@@ -211,10 +211,13 @@ class Trainer:
             self.penalty.add_gradient()
         if schedule.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), schedule.clip)
-        scale = self.scaler.get_scale()
-        self.scaler.step(optimizer)
-        self.scaler.update()
-        self.skipped += self.scaler.get_scale() < scale
+        if schedule.amp == "fp16":
+            scale = self.scaler.get_scale()
+            self.scaler.step(optimizer)
+            self.scaler.update()
+            self.skipped += self.scaler.get_scale() < scale
+        else:
+            optimizer.step()
         self.step += 1
         self.bar.advance(1)
         self.recent.append(losses[0] if len(losses) == 1 else torch.stack(losses).sum())

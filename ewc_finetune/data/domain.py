@@ -124,11 +124,14 @@ class Domain:
         """
         if isinstance(self.samples, TensorDataset) and self.collate is None:
             # Whole batches are cut from the tensors: no loader, no collating of single samples.
-            size = len(self.samples)
+            tensors, size = self.samples.tensors, len(self.samples)
             order = None if shuffle is None else torch.randperm(size, generator=shuffle)
             for start in range(skip * batch_size, size, batch_size):
-                chosen = slice(start, start + batch_size)
-                yield self._read([t[chosen if order is None else order[chosen]] for t in self.samples.tensors])
+                if order is None:
+                    yield self._read([tensor[start : start + batch_size] for tensor in tensors])
+                else:  # twice as fast as by brackets
+                    chosen = order[start : start + batch_size]
+                    yield self._read([tensor.index_select(0, chosen) for tensor in tensors])
             return
         try:
             for batch in self._loader(batch_size, shuffle, workers, skip):

@@ -206,8 +206,8 @@ def finetune(
     selection = _selection(schedule, data, scored, specs, chosen)
     rule = get_likelihood(likelihood_of(likelihood, stacked, start))
     where = choose_device(device)
-    aim = aim_of(arguments, chosen)
     _check_retain(retain, stacked)
+    aim = aim_of(arguments, chosen)
     identities = (
         {}
         if output is None and before_start is None
