@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from ewc_finetune.anchor import Anchor
 from ewc_finetune.checkpoint.opening import Opened
 from ewc_finetune.config import spoken
 from ewc_finetune.data.domain import Domain, as_bytes
+from ewc_finetune.errors import DataError
 from ewc_finetune.likelihood import Likelihood
 from ewc_finetune.schedule import Schedule
 from ewc_finetune.verbs.lambda_search import Search
@@ -172,7 +174,8 @@ def _digest(domain: Domain, told: bool) -> str | None:
         return None
     samples: Any = domain.samples
     for n in sorted({size * k // _LOOKED_AT for k in range(_LOOKED_AT)}) if told else ():
-        _take_in(digest, samples[n])
+        with contextlib.suppress(DataError):  # images of several sizes, say, which are made alike later
+            _take_in(digest, samples[n])
     return digest.hexdigest()
 
 
