@@ -213,7 +213,8 @@ class RunFolder:
     @property
     def resumable(self) -> bool:
         """Whether there is something to go on from: a state, or runs of a search."""
-        return not self._finished and (self._state.exists() or bool(self.document.get("trials")))
+        kept = self._state.exists() or self.last.exists()
+        return not self._finished and (kept or bool(self.document.get("trials")))
 
     def finish(self, *, keep_last: bool, **results: Any) -> None:
         """Record that the run is done; its intermediate states are no longer needed.
@@ -245,7 +246,7 @@ class RunFolder:
         """Record why the run ended early, if there is something to go on from; else leave things as they were."""
         if self._finished:
             return
-        if self.resumable or self._reopened or self.last.exists():
+        if self.resumable or self._reopened:
             with contextlib.suppress(StorageError):  # the disk may be what stopped the run
                 self.update(status=status, ended=_now())
             self._metrics.close()
