@@ -316,8 +316,11 @@ def check_run_folder(path: Path, overwrite: bool) -> None:
         StorageError: saying what is there.
     """
     if path.exists() and not (overwrite and (path / "run.json").is_file()):
+        status = _status(path)
+        begun = status.startswith("status: ") and status != "status: finished"
+        go_on = f"go on with it (ewc-ft finetune --resume {path}), " if begun else ""
         raise StorageError(
-            f"the run folder {path} exists ({_status(path)}). Choose another path, or replace it with --overwrite"
+            f"the run folder {path} exists ({status}). Choose another path, {go_on}or replace it with --overwrite"
         )
 
 

@@ -291,7 +291,7 @@ def test_wrong_options(option, message):
 
 
 def test_an_option_that_is_none():
-    with pytest.raises(TypeError, match="epoch"):
+    with pytest.raises(TypeError, match="no argument 'epoch'. Did you mean 'epochs'"):
         ewc.finetune(MLP, DATA, epoch=3)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from ewc_finetune.address import suggest
 from ewc_finetune.anchor import Anchor
 from ewc_finetune.checkpoint.checkpoint import check_ending
 from ewc_finetune.checkpoint.hugging_face import HuggingFace
@@ -32,7 +33,7 @@ from ewc_finetune.config import to_command
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.sources import resolve_domain
 from ewc_finetune.devices import choose_device, on_device, random_state_kept
-from ewc_finetune.errors import StorageError, UsageError
+from ewc_finetune.errors import RetentionError, StorageError, UsageError
 from ewc_finetune.figures import draw_run
 from ewc_finetune.files import beside, check_output
 from ewc_finetune.likelihood import Likelihood, get_likelihood
@@ -162,8 +163,8 @@ def finetune(
         eval_on: Domains to score before training and at each evaluation, a list of specs or datasets or a dict of such
             by name (specs mean their test split unless they say); the test split of `data` unless given, where it has
             one.
-        select_on: Of these, or beside them, the domains whose mean score says which state is the best; unless given the
-            new one, if it is scored. `auto` then looks for the lambda with the best mean score over them and what is
+        select_on: Of these, or beside them, the domains whose mean score, with the new one's if it is scored, says
+            which state is the best. `auto` then looks for the lambda with the best mean score over them and what is
             held out of the new domain.
         seed: Of fresh weights, the order of samples, and dropout.
         device: `auto`, `cpu`, `cuda` or `mps`.
@@ -186,6 +187,7 @@ def finetune(
     """
     arguments = locals()
     progress = progress or Silent()
+    _check_names(training, arguments)
     schedule = Schedule(**training)
     _check_words(penalty_form, lineage, head)
     options = asked(arguments, schedule)
@@ -319,8 +321,8 @@ def _hint(folder: RunFolder, progress: Progress) -> Iterator[None]:
     """Say how to go on, if the run ends early with something to go on from."""
     try:
         yield
-    except BaseException:
-        if folder.resumable:
+    except BaseException as error:
+        if folder.resumable and not isinstance(error, RetentionError):  # which would come again
             kept = f"the state of the last evaluation is kept, as {folder.last}; " if folder.last.exists() else ""
             progress.note(f"{kept}to go on: ewc-ft finetune --resume {folder.path}")
         raise
@@ -477,6 +479,14 @@ def _check_retain(retain: float | None, anchors: Sequence[Anchor]) -> None:
             "--retain goes by the probes in the anchors, and there is none in them; ewc-ft consolidate --probe N keeps "
             "one while the old data is at hand"
         )
+
+
+def _check_names(training: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+    """Refuse an argument that there isn't, as Python would, naming the nearest."""
+    for name in training:
+        if name not in Training.__annotations__:
+            choices = {*others, *Training.__annotations__} - {"training"}
+            raise TypeError(f"finetune() has no argument {name!r}. {suggest(name, choices)}")
 
 
 def _check_words(penalty_form: str, lineage: str, head: str) -> None:

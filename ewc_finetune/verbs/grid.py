@@ -47,6 +47,7 @@ class Point:
             "lambdas": [self.strength],
             "penalty_form": self.form,
             "seed": self.seed,
+            **({"retain": None} if self.strength == 0 else {}),  # what the others are compared with keeps what it keeps
         }
 
 

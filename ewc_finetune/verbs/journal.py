@@ -216,8 +216,8 @@ class Journal:
         if lost:
             raise RetentionError(
                 f"after step {step:,} the model gives {lost[0].unchanged:.1%} of its old answers to the probe of "
-                f"{lost[0].data} in {lost[0].anchor}, and {self.retain:.1%} are to be kept. Use a larger --lambda, or "
-                "--lambda auto, which looks for one that keeps them"
+                f"{lost[0].data} in {lost[0].anchor}, and {self.retain:.1%} are to be kept. Use a larger --lambda "
+                "(auto looks for one), or a smaller --retain"
             )
 
     def _score(self) -> None:
@@ -231,13 +231,16 @@ class Journal:
         return next((int(line["step"]) for line in reversed(self.history) if "retention" in line), -1)
 
     def _check_falling(self, step: int) -> None:
-        """Stop a run that has lost more than it may and goes on losing: the first steps may lose what comes back.
+        """Stop a run that has lost more than it may, if an evaluation found no more than the one before it.
+
+        What the first steps lose may come back, for the penalty only pulls once the weights have moved.
 
         Raises:
             RetentionError: see `check_retention`.
         """
-        readings = [line["retention"] for line in self.history if "retention" in line][-2:]
-        shares = [least_unchanged([Retention(**found) for found in reading]) for reading in readings]
+        evaluated = {line["step"] for line in self.history if "scores" in line} - {0}
+        readings = [line for line in self.history if "retention" in line and line["step"] in evaluated][-2:]
+        shares = [least_unchanged([Retention(**found) for found in line["retention"]]) for line in readings]
         if len(shares) > 1 and shares[0] is not None and shares[1] is not None and shares[1] <= shares[0]:
             self.check_retention(step)
 

@@ -116,6 +116,10 @@ class Aim(ABC):
     def next(self, held: Sequence[Trial]) -> float:
         """Return the lambda to try after these held runs."""
 
+    def verdict(self, trial: Trial) -> str:
+        """Say what is to be said of a trial behind its results."""
+        return "" if trial.within else ": not enough"
+
     @abstractmethod
     def winner(self, held: Sequence[Trial]) -> Trial:
         """Return the one that won; one that is not `within` only if none is."""
@@ -210,6 +214,10 @@ class Best(Aim):
         """See `Aim`."""
         return replace(trial, within=all(self._value(trial) > self._value(other) for other in earlier[1:]))
 
+    def verdict(self, trial: Trial) -> str:
+        """See `Aim`."""
+        return ": the best so far" if trial.within else ""
+
     def next(self, held: Sequence[Trial]) -> float:
         """Go on by factors until the best is between two others, then halve its better side, in logarithms."""
         best = self.winner(held).strength or 1.0
@@ -248,7 +256,7 @@ def search_lambda(run: Callable[[float | None], Trial], aim: Aim, progress: Prog
     for _ in range(RUNS):
         trial = aim.judge(run(strength), trials)
         trials.append(trial)
-        progress.note(f"lambda auto: {strength:.3g} gets to {_results(trial)}{'' if trial.within else ': not enough'}")
+        progress.note(f"lambda auto: {strength:.3g} gets to {_results(trial)}{aim.verdict(trial)}")
         strength = aim.next(trials[1:])
     winner = aim.winner(trials[1:])
     chosen = _strength(winner)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ewc_finetune.errors import StorageError, UsageError
 from ewc_finetune.files import atomic_write, check_output
 from ewc_finetune.reporting.comparison import grouped
-from ewc_finetune.reporting.outcome import outcome_of
+from ewc_finetune.reporting.outcome import Outcome, outcome_of
 from ewc_finetune.reporting.page import GENERATOR, Part, part_of, render
 from ewc_finetune.runs import Run, read_run
 
@@ -90,11 +91,24 @@ def report(
     derived = output is None and _is_ours(path)
     inputs = [folder / name for folder in folders for name in ("run.json", "metrics.jsonl", "figure.png", "last.pt")]
     check_output(path, overwrite or derived, inputs)
-    parts = [part_of(group) for group in grouped([outcome_of(_begun(read_run(folder))) for folder in folders])]
+    outcomes = [_in_its_sweep(outcome_of(_begun(read_run(folder)))) for folder in folders]
+    parts = [part_of(group) for group in grouped(outcomes)]
     page = render(parts, title)
     with atomic_write(path) as temporary:
         temporary.write_bytes(page.encode("utf-8", errors="replace"))
     return Report(path, parts[0].sentence, parts)
+
+
+def _in_its_sweep(outcome: Outcome) -> Outcome:
+    """Take from a sweep which domain is the new one, where that can't be told by data specs."""
+    try:
+        new = json.loads((outcome.run.path.parent / "sweep.json").read_text(encoding="utf-8"))["new"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return outcome
+    scored = [*outcome.before, *(name for name in outcome.after if name not in outcome.before)]
+    if outcome.new is not None or new not in scored:
+        return outcome
+    return replace(outcome, new=new, old=tuple(name for name in scored if name != new))
 
 
 def _begun(run: Run) -> Run:

@@ -63,7 +63,7 @@ def merit(scores: Sequence[Score], domains: Collection[str]) -> float:
 
 
 def selecting(data: Any, watched: Sequence[Domain], specs: Sequence[str | None], select_on: Sequence[str]) -> list[str]:
-    """Return the names of the domains that a choice goes by: those asked for, else the new one.
+    """Return the names of the domains that a choice goes by: the new one, if it is scored, and those asked for.
 
     Args:
         data: The new domain, as it was given.
@@ -72,15 +72,14 @@ def selecting(data: Any, watched: Sequence[Domain], specs: Sequence[str | None],
         select_on: Names of those asked for.
 
     Raises:
-        UsageError: if the new one is not among those that are scored.
+        UsageError: if there is none.
     """
-    if select_on:
-        return list(select_on)
     found = [
         domain.name
         for domain, spec in zip(watched, specs, strict=True)
         if isinstance(data, str) and spec is not None and same_source(spec, data)
     ]
+    found += [name for name in select_on if name not in found]
     if not found:
         raise UsageError(
             "to choose the best state, a domain must be scored: add --eval for the new one, or name those that the "

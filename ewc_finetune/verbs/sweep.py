@@ -89,7 +89,7 @@ def sweep(
         plain: Whether to make a run without penalty too, for each seed.
         jobs: How many runs at a time. More than one are made in processes of their own, which share this one's threads;
             they are spawned, so a script needs `if __name__ == "__main__":`.
-        discard: Whether to remove the checkpoints in the end, but for those of the knee.
+        discard: Whether to remove the checkpoints in the end, but for those of the knee and of the best mean.
         output: The folder of the sweep.
         overwrite: Whether runs in it that were made with other options may be replaced.
         before_start: As in `finetune`; what it is called with is of all the runs that are left.
@@ -349,13 +349,13 @@ def _ending_well(folder: SweepFolder, progress: Progress) -> Iterator[None]:
 
 
 def _discard(done: Sweep, folder: SweepFolder, progress: Progress) -> None:
-    """Remove the checkpoints, but for those of the knee, or where there is none of the best mean."""
+    """Remove the checkpoints, but for those of the knee and of the best mean."""
     found = done.tradeoff
-    kept = next((n for mark in ("knee", "best mean") for n, marks in enumerate(found.marks) if mark in marks), None)
-    if kept is None:
+    kept = [n for n, marks in enumerate(found.marks) if {"knee", "best mean"} & set(marks)]
+    if not kept:
         progress.note("no point is better than all others, so every checkpoint is kept")
         return
-    names = {row.name for row in found.positions[kept].rows}
+    names = {row.name for n in kept for row in found.positions[n].rows}
     for outcome in found.outcomes:
         if outcome.run.path.name.removesuffix(".run") not in names:
             folder.discard(outcome.run)
