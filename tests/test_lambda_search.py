@@ -208,7 +208,7 @@ def test_what_a_run_keeps_of_the_answers(tmp_path):
     spaced = run(lambdas=0, epochs=3, eval_every=30)
     assert [line["step"] for line in spaced.history if "retention" in line] == [0, 14, 28, 30]
     with pytest.raises(
-        RetentionError, match=r"after step 20 the model gives \d\d\.\d% of its old answers to the probe"
+        RetentionError, match=r"after step 30 the model gives \d\d\.\d% of its old answers to the probe"
     ):
         run(lambdas=0, retain=0.9, epochs=3, output=tmp_path / "m.pt", architecture="x:Y")
     assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())

@@ -146,8 +146,8 @@ def finetune(
             half as many epochs, on samples that are held out of it; see `search_lambda`.
         tolerance: Of `auto`: the share of the plain run's accuracy that may be lost.
         retain: The share of the answers to the anchors' probes (`consolidate --probe`) that must stay as they were:
-            `auto` looks for the smallest lambda that keeps it. A run that has less of them at an evaluation, and no
-            more than before, is stopped, as is one that ends with less.
+            `auto` looks for the smallest lambda that keeps it. A run that has less of them, and no more for three
+            evaluations, is stopped; one that ends with less is refused.
         penalty_form: `gradient` adds the penalty's gradient to the loss's; `proximal` takes the exact implicit step of
             the penalty after each of the optimizer's, which is stable at any lambda.
         lineage: What an anchor pulls to that had a part in a later one: `all` to its own weights, `latest` to the later

@@ -231,17 +231,14 @@ class Journal:
         return next((int(line["step"]) for line in reversed(self.history) if "retention" in line), -1)
 
     def _check_falling(self, step: int) -> None:
-        """Stop a run that has lost more than it may, if an evaluation found no more than the one before it.
+        """Stop a run that has lost more than it may, and has found no more of it for three evaluations.
 
         What the first steps lose may come back, for the penalty only pulls once the weights have moved.
-
-        Raises:
-            RetentionError: see `check_retention`.
         """
         evaluated = {line["step"] for line in self.history if "scores" in line} - {0}
-        readings = [line for line in self.history if "retention" in line and line["step"] in evaluated][-2:]
-        shares = [least_unchanged([Retention(**found) for found in line["retention"]]) for line in readings]
-        if len(shares) > 1 and shares[0] is not None and shares[1] is not None and shares[1] <= shares[0]:
+        readings = [line for line in self.history if "retention" in line and line["step"] in evaluated][-3:]
+        shares = [least_unchanged([Retention(**found) for found in line["retention"]]) or 0.0 for line in readings]
+        if len(shares) == 3 and shares == sorted(shares, reverse=True):
             self.check_retention(step)
 
     def _lost(self) -> list[Retention]:
