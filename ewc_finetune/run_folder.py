@@ -196,7 +196,7 @@ class RunFolder:
         if self._state.exists():
             try:
                 state = torch.load(self._state, weights_only=True, map_location="cpu")
-                size = int(state["metrics"])
+                size, _ = int(state["metrics"]), (state["training"]["step"], state["journal"]["step"])
             except Exception as error:  # whatever is wrong with the file, torch may say it in any way
                 raise StorageError(
                     f"{self._state} cannot be read ({type(error).__name__}); start the run again, with --overwrite"

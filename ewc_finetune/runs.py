@@ -177,6 +177,8 @@ _DOCUMENT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "folder": (_is_text, "a path"),
     "found": (_is_object, "an object"),
     "versions": (_is_object, "an object"),
+    "identities": (_is_object, "an object"),
+    "trials": (_list_of(_is_object), "a list of trials"),
     "platform": (_is_text, "a text"),
     "steps": (_is_number, "a number"),
     "seconds": (_is_number, "a number"),

@@ -225,7 +225,7 @@ def test_what_a_run_keeps_of_the_answers(tmp_path):
     for wrong in (0, 1.5):
         with pytest.raises(UsageError, match="retain is"):
             run(retain=wrong)
-    with pytest.raises(UsageError, match="--retain goes by the probes in the anchors, and there is none"):
+    with pytest.raises(UsageError, match="--retain goes by the answers to the probes in the anchors"):
         run(retain=0.9, anchors=anchor.without_probes())
 
 

@@ -252,9 +252,41 @@ def test_called_again(job, tmp_path):
     with pytest.raises(UsageError, match="the size of the data was 60, is 30"):
         swept(job, folder, blobs(2, 30, shift=1))
     assert names(folder) == sorted([*made, "anchor-data-lambda-10"])
-    swept(job, folder, epochs=2, lambdas=[7], overwrite=True)
-    assert names(folder) == ["anchor-data-lambda-7", "plain"]
-    assert sorted(path.name for path in folder.glob("*.pt")) == ["anchor-data-lambda-7.pt", "plain.pt"]
+    done = swept(job, folder, epochs=2, lambdas=[7], overwrite=True, progress=notes)
+    # Those that nobody asked to be made again stay, and have no part in the table.
+    assert names(folder) == sorted([*made, "anchor-data-lambda-10", "anchor-data-lambda-7"])
+    assert [p.strength for p in done.tradeoff.positions] == [0, 7]
+    assert any(note.startswith("left out, for they were made with other options: ") for note in notes.said)
+    # A checkpoint that is gone is made again, and somebody else's file is not written over.
+    (folder / "anchor-data-lambda-7.pt").unlink()
+    swept(job, folder, epochs=2, lambdas=[7])
+    assert (folder / "anchor-data-lambda-7.pt").exists()
+    (folder / "anchor-data-lambda-8.pt").write_text("somebody else's")
+    with pytest.raises(StorageError, match=r"lambda-8\.pt exists, and is of no run of this sweep"):
+        swept(job, folder, epochs=2, lambdas=[8])
+
+
+def test_nothing_is_discarded_where_what_counts_is_gone(job, tmp_path):
+    folder, notes = tmp_path / "s", Notes()
+    swept(job, folder, discard=True)
+    for path in folder.glob("*.pt"):
+        path.unlink()
+    swept(job, folder, lambdas=[1, 100], discard=True, progress=notes)
+    assert "are gone already; without --discard the sweep makes them again" in notes.said[-1]
+
+
+def test_fresh_weights_of_several_seeds(tmp_path):
+    """Each seed has weights of its own, and called again they are the same."""
+    architecture = "mlp?in_features=4&hidden=8&num_classes=3"
+    anchor = ewc.consolidate(ewc.finetune(architecture, blobs(0), epochs=1, eval_on=[]).model, blobs(0))
+    anchor.save(tmp_path / "a.safetensors")
+    notes = Notes()
+    for _ in range(2):
+        ewc.sweep(
+            architecture, blobs(2, shift=1), anchors=tmp_path / "a.safetensors", lambdas=[1], seeds=[0, 1], epochs=1,
+            eval_on={"old": blobs(1), "new": blobs(3, shift=1)}, output=tmp_path / "s", progress=notes,
+        )  # fmt: skip
+    assert "4 runs: 0 to make, 0 to go on with, 4 done" in notes.said
 
 
 def test_stopped_and_killed_runs_go_on(job, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,17 @@ def _reading(read: Callable[[str], Sequence[Any]]) -> Callable[..., list[Any]]:
 
 def _stacks(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> list[tuple[str, ...]]:
     # A comma may also be a part of a file's name.
-    return [(text,) if Path(text).exists() else tuple(text.split(",")) for text in texts]
+    stacks: list[tuple[str, ...]] = []
+    for text in texts:
+        with contextlib.suppress(OSError):  # a name that is too long is no file's
+            if Path(text).exists():
+                stacks.append((text,))
+                continue
+        names = tuple(text.split(","))
+        if not all(names):
+            raise click.BadParameter(f"{text!r} has an empty name in it; expected anchors joined by commas")
+        stacks.append(names)
+    return stacks
 
 
 def _of_run(options: MutableMapping[str, Any]) -> None:

@@ -40,6 +40,7 @@ from ewc_finetune.likelihood import Likelihood, get_likelihood
 from ewc_finetune.meters import meters
 from ewc_finetune.precision import float32_weights
 from ewc_finetune.probe import Retention
+from ewc_finetune.probe_file import records_of
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.run_folder import RunFolder, check_run_folder
 from ewc_finetune.runs import Run, read_run
@@ -213,7 +214,7 @@ def finetune(
     identities = (
         {}
         if output is None and before_start is None
-        else identify(start, stacked, domain, scored, isinstance(data, str))
+        else identify(start, stacked, domain, scored, isinstance(data, str), specs)
     )
     with contextlib.ExitStack() as closing:
         folder = None
@@ -474,10 +475,10 @@ def _check_retain(retain: float | None, anchors: Sequence[Anchor]) -> None:
         return
     if not is_number(retain) or not 0 < retain <= 1:
         raise UsageError(f"retain is {retain}; expected a share of answers, more than 0 and up to 1")
-    if not any(anchor.probes for anchor in anchors):
+    if not any(probe.get("likelihood") != "gaussian" for anchor in anchors for probe in records_of(anchor.probes)):
         raise UsageError(
-            "--retain goes by the probes in the anchors, and there is none in them; ewc-ft consolidate --probe N keeps "
-            "one while the old data is at hand"
+            "--retain goes by the answers to the probes in the anchors, and there is none in them (regressions have no "
+            "answers to compare); ewc-ft consolidate --probe N keeps one while the old data is at hand"
         )
 
 

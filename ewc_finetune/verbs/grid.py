@@ -74,6 +74,10 @@ def grid(
     return points
 
 
+# More runs than that nobody means.
+_MOST = 10_000
+
+
 def check_grid(lambdas: Sequence[float] | str, forms: Sequence[str], seeds: Sequence[int], jobs: int) -> None:
     """Refuse what can be no grid.
 
@@ -84,6 +88,8 @@ def check_grid(lambdas: Sequence[float] | str, forms: Sequence[str], seeds: Sequ
         raise UsageError(
             f"lambda is {lambdas!r}; a sweep takes a list of numbers, and finetune looks for one with auto"
         )
+    if len(lambdas) * len(forms) * len(seeds) > _MOST:
+        raise UsageError(f"the sweep has more than {_MOST:,} runs; ask for fewer lambdas, forms or seeds")
     for option, values in (("lambda", lambdas), ("penalty form", forms), ("seed", seeds)):
         if not values:
             raise UsageError(f"the sweep has no {option}; expected at least one")

@@ -96,7 +96,15 @@ class _Worker:
     def begin(self, job: Job) -> None:
         """Give it the next fine-tune."""
         self.job = job.name
-        self.connection.send(job.options)
+        try:
+            self.connection.send(job.options)
+        except OSError:
+            return  # the process is gone, which `result` will say
+        except Exception as error:  # whatever pickle says of what it cannot take
+            raise UsageError(
+                f"several jobs at once need options that other processes can have, and these cannot be sent there "
+                f"({error}). Name files and data specs, or leave --jobs at 1"
+            ) from error
 
     def result(self) -> tuple[str | None, bool]:
         """Return why the fine-tune failed, if it did, and whether the process can make another."""

@@ -128,7 +128,12 @@ def found(
 
 
 def identify(
-    start: Opened, anchors: Sequence[Anchor], domain: Domain, scored: Sequence[Domain], told: bool
+    start: Opened,
+    anchors: Sequence[Anchor],
+    domain: Domain,
+    scored: Sequence[Domain],
+    told: bool,
+    specs: Sequence[str | None],
 ) -> dict[str, Any]:
     """Return what tells model, anchors and data of a run from others, each under what to call it.
 
@@ -137,7 +142,8 @@ def identify(
         anchors: Oldest first.
         domain: The new domain.
         scored: The domains to score.
-        told: Whether the data come from specs, so that they are the same whenever they are read.
+        told: Whether the new domain comes from a spec, so that it is the same whenever it is read.
+        specs: Of the domains to score the spec, where they have one.
     """
     return {
         "the model's digest": start.sha256 or _digest_of_weights(start.model),
@@ -145,7 +151,10 @@ def identify(
         "the size of the data": domain.size,
         "the digest of the data": _digest(domain, told),
         **{f"the size of {other.name}, which is scored": other.size for other in scored},
-        **{f"the digest of {other.name}, which is scored": _digest(other, told) for other in scored},
+        **{
+            f"the digest of {other.name}, which is scored": _digest(other, spec is not None)
+            for other, spec in zip(scored, specs, strict=True)
+        },
     }
 
 
@@ -173,7 +182,16 @@ def _digest(domain: Domain, told: bool) -> str | None:
     elif not told:
         return None
     samples: Any = domain.samples
-    for n in sorted({size * k // _LOOKED_AT for k in range(_LOOKED_AT)}) if told else ():
+    chosen = sorted({size * k // _LOOKED_AT for k in range(_LOOKED_AT)}) if told else []
+    looks = [_digest_of(samples, chosen) for _ in range(2)]
+    # What is drawn anew whenever it is read, as augmented samples are, tells nothing.
+    return digest.hexdigest() + (looks[0] if looks[0] == looks[1] else "")
+
+
+def _digest_of(samples: Any, chosen: Sequence[int]) -> str:
+    """Return a digest of some samples."""
+    digest = hashlib.sha256()
+    for n in chosen:
         with contextlib.suppress(DataError):  # images of several sizes, say, which are made alike later
             _take_in(digest, samples[n])
     return digest.hexdigest()

@@ -91,7 +91,9 @@ def report(
     derived = output is None and _is_ours(path)
     inputs = [folder / name for folder in folders for name in ("run.json", "metrics.jsonl", "figure.png", "last.pt")]
     check_output(path, overwrite or derived, inputs)
-    outcomes = [_in_its_sweep(outcome_of(_begun(read_run(folder)))) for folder in folders]
+    read = [read_run(folder) for folder in folders]
+    begun = [run for run in read if run.document.get("found") is not None]
+    outcomes = [_in_its_sweep(outcome_of(run)) for run in begun or map(_begun, read)]
     parts = [part_of(group) for group in grouped(outcomes)]
     page = render(parts, title)
     with atomic_write(path) as temporary:

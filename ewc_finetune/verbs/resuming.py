@@ -37,7 +37,7 @@ def check_options(run: Run, options: Mapping[str, Any], schedule: Schedule, prog
         )
     for text in (text for name, text in found.items() if name not in UNSAID):
         progress.note(f"going on with another option: {text}")
-    now, then = versions(), run.document.get("versions", {})
+    now, then = versions(), run.document.get("versions") or {}
     if then.get("ewc_finetune") != __version__:
         raise UsageError(
             f"the run {run.path} was started by ewc-finetune {then.get('ewc_finetune')}, and this is {__version__}; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,7 @@ class Selection:
     def take(self, scores: Sequence[Score], step: int) -> bool:
         """Take one evaluation, and return whether it is better than all before it."""
         found = merit(scores, self.domains)
+        found = -math.inf if math.isnan(found) else found
         if self.best is not None and found <= self.best:
             self.stale += 1
             return False

@@ -18,7 +18,7 @@ from ewc_finetune.checkpoint.opening import ending_of, is_there
 from ewc_finetune.checkpoint.state_dict import StateDict
 from ewc_finetune.choices import PenaltyForm
 from ewc_finetune.config import differences
-from ewc_finetune.errors import EwcError, NonFiniteError, StorageError, UsageError
+from ewc_finetune.errors import EwcError, NonFiniteError, StorageError, UsageError, few
 from ewc_finetune.files import beside
 from ewc_finetune.progress import Bar, Progress, Silent
 from ewc_finetune.reporting.outcome import new_domain
@@ -109,19 +109,26 @@ def sweep(
     place = path.with_name(f".{path.name}.try{ending}")  # a path like those of the runs, where nothing is
     looks = _looks(points, model, data, {**options, "output": place}, progress)
     folder = SweepFolder(path, points, *_domains(looks, data))
-    plan = _plan(folder, model, data, looks, options, overwrite)
-    todo = [_job(point, folder, ending, options, plan) for point in points if point.name not in plan.done]
-    going_on = sum(point.name in plan.stopped for point in points)
-    progress.note(
-        f"{len(points)} runs: {len(todo) - going_on} to make, {going_on} to go on with, {len(points) - len(todo)} done"
-    )
-    if before_start is not None:
-        before_start(_estimate(looks, todo, points, folder, jobs))
-    with folder.alone():
+    # What only asks makes no folder, which is what another sweep would be kept out by.
+    keeping_out = folder.alone() if before_start is None else contextlib.nullcontext()
+    with keeping_out:
+        plan = _plan(folder, model, data, looks, options, overwrite, discard)
+        todo = [_job(point, folder, ending, options, plan) for point in points if point.name not in plan.done]
+        _check_places(folder, todo)
+        going_on = sum(point.name in plan.stopped for point in points)
+        progress.note(
+            f"{len(points)} runs: {len(todo) - going_on} to make, {going_on} to go on with, "
+            f"{len(points) - len(todo)} done"
+        )
+        if plan.stale:
+            progress.note(
+                f"left out, for they were made with other options: {few([run.path.name for run in plan.stale])}"
+            )
+        if before_start is not None:
+            before_start(_estimate(looks, todo, points, folder, jobs))
+        folder.left_out |= {run.path.name.removesuffix(".run") for run in plan.stale}
         for killed in folder.without_record():
             shutil.rmtree(killed, ignore_errors=True)
-        for run in plan.stale:
-            folder.remove(run)
         with _ending_well(folder, progress):
             folder.write("running")
             _make(folder, todo, model, data, jobs, progress)
@@ -165,7 +172,7 @@ def _looks(
         try:
             looks[key] = dry_run(finetune, model, data, **tried)
         except NonFiniteError:  # a lambda may be too large, which its run will say
-            looks[key] = dry_run(finetune, model, data, **{**tried, "lambdas": [0.0]})
+            looks[key] = dry_run(finetune, model, data, **{**tried, "lambdas": [0.0], "progress": Silent()})
     starts = {str((look.found or {})["checkpoint"]["sha256"]) for look in looks.values()}
     if len(starts) > 1:
         progress.note(
@@ -186,7 +193,7 @@ def _domains(looks: Mapping[tuple[str, str], Estimate], data: Any) -> tuple[str,
     new = new_domain(found[0]["data"]["spec"], names)
     if new is None and not isinstance(data, str) and names:
         new = names[-1]
-    probed = all(any(anchor["provenance"]["probes"] for anchor in one["anchors"]) for one in found)
+    probed = all(any(map(_tells, one["anchors"])) for one in found)
     old = tuple(name for name in names if name != new)
     if new is None or not (old or probed):
         missing = "the new domain is not scored" if new is None else "no old domain is scored and anchors have no probe"
@@ -204,7 +211,7 @@ class _Plan:
     Attributes:
         done: Names of those that are finished.
         stopped: Of those to go on with.
-        stale: Runs that nobody asks for and that don't belong with the others.
+        stale: Runs that nobody asks for and that don't belong with the others: they are left out.
     """
 
     done: set[str]
@@ -219,6 +226,7 @@ def _plan(
     looks: Mapping[tuple[str, str], Estimate],
     options: Mapping[str, Any],
     overwrite: bool,
+    discard: bool,
 ) -> _Plan:
     """Look at the runs that are there.
 
@@ -228,18 +236,22 @@ def _plan(
     plan = _Plan(set(), set(), [])
     points = {point.name: point for point in folder.points}
     wrong: dict[str, list[str]] = {}
+    fresh = isinstance(model, (str, Path)) and not is_there(model)
     for name, run in folder.runs().items():
         point = points.get(name)
         like = point or folder.points[0]
         now = asked_by(model, data, {**options, **like.options})
         found = looks[like.stack, like.form].found or {}
-        differing = _differing(run, now, found, others=point is None, plain=like.strength == 0, fixed=model is not None)
-        if differing:
+        differing = _differing(
+            run, now, found, others=point is None, plain=like.strength == 0, fixed=model is not None, fresh=fresh
+        )
+        if differing and point is None:
+            plan.stale.append(run)
+        elif differing:
             wrong[name] = differing
-            if point is None:
-                plan.stale.append(run)
         elif point is not None and run.document["status"] == "finished":
-            plan.done.add(name)
+            if discard or folder.checkpoint(run).exists():
+                plan.done.add(name)
         elif point is not None and (run.document.get("versions") or {}).get("ewc_finetune") == __version__:
             plan.stopped.add(name)
     if wrong and not overwrite:
@@ -252,7 +264,7 @@ def _plan(
 
 
 def _differing(
-    run: Run, now: Mapping[str, Any], found: Mapping[str, Any], *, others: bool, plain: bool, fixed: bool
+    run: Run, now: Mapping[str, Any], found: Mapping[str, Any], *, others: bool, plain: bool, fixed: bool, fresh: bool
 ) -> list[str]:
     """Say in what a run differs from what is asked for.
 
@@ -263,6 +275,7 @@ def _differing(
         others: Whether the run is at another point of the sweep.
         plain: Whether it is plain fine-tuning, which anchors have no part in, if it is finished.
         fixed: Whether all runs start from the same model.
+        fresh: Whether they start from fresh weights, of which each seed has its own.
     """
     finished = run.document["status"] == "finished"
     ignored = {*SOUND, "tolerance", "output"} | (_VARIED if others else set())
@@ -273,8 +286,9 @@ def _differing(
     if then is None or texts:
         return texts
     known, here = run.document.get("identities") or {}, found["identities"]
-    if others or (plain and finished):
-        left_out = ("anchor ",) if fixed or not others else ("anchor ", "the model's digest")
+    left_out: tuple[str, ...] = ("anchor ",) if others or (plain and finished) else ()
+    left_out += ("the model's digest",) if fresh or (others and not fixed) else ()
+    if left_out:
         known, here = (
             {name: value for name, value in these.items() if not name.startswith(left_out)} for these in (known, here)
         )
@@ -286,6 +300,24 @@ def _job(point: Point, folder: SweepFolder, ending: str, options: Mapping[str, A
     if point.name in plan.stopped:
         own["resume"] = folder.path / f"{point.name}.run"
     return Job(point.name, {**options, **point.options, **own})
+
+
+def _tells(anchor: Mapping[str, Any]) -> bool:
+    """Whether an anchor of a run has a probe that says what share of the answers is unchanged."""
+    return any(probe.get("likelihood") != "gaussian" for probe in anchor["provenance"].get("probes") or [])
+
+
+def _check_places(folder: SweepFolder, todo: Sequence[Job]) -> None:
+    """Refuse to write over files that no run of the sweep has written.
+
+    Raises:
+        StorageError: naming the file.
+    """
+    known = folder.runs()
+    for job in todo:
+        output = Path(job.options["output"])
+        if output.exists() and job.name not in known:
+            raise StorageError(f"{output} exists, and is of no run of this sweep; move it, or choose another --output")
 
 
 def _estimate(
@@ -356,6 +388,13 @@ def _discard(done: Sweep, folder: SweepFolder, progress: Progress) -> None:
         progress.note("no point is better than all others, so every checkpoint is kept")
         return
     names = {row.name for n in kept for row in found.positions[n].rows}
+    gone = [o.label for o in found.outcomes if o.label in names and not folder.checkpoint(o.run).exists()]
+    if gone:
+        progress.note(
+            f"nothing is discarded, for the checkpoints of {few(gone)} are gone already; without --discard the sweep "
+            "makes them again"
+        )
+        return
     for outcome in found.outcomes:
         if outcome.run.path.name.removesuffix(".run") not in names:
             folder.discard(outcome.run)

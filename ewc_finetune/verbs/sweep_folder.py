@@ -42,6 +42,7 @@ class SweepFolder:
     new: str
     old: tuple[str, ...]
     failures: dict[str, str] = field(default_factory=dict)
+    left_out: set[str] = field(default_factory=set)
     _finished: dict[str, Run] = field(default_factory=dict)
 
     def runs(self) -> dict[str, Run]:
@@ -103,14 +104,13 @@ class SweepFolder:
         finally:
             os.close(handle)
 
-    def remove(self, run: Run) -> None:
-        """Remove a run with its checkpoint."""
-        self.discard(run)
-        shutil.rmtree(run.path, ignore_errors=True)
+    def checkpoint(self, run: Run) -> Path:
+        """Return where the checkpoint of a run is."""
+        return self.path / Path(str(run.document["options"]["output"])).name
 
     def discard(self, run: Run) -> None:
         """Remove the checkpoint of a run: its file, folder, or index and shards."""
-        output = self.path / Path(run.document["options"]["output"]).name
+        output = self.checkpoint(run)
         shard = re.compile(re.escape(beside(output, "").name) + r"-\d{5}-of-\d{5}\.\w+")
         for path in self.path.iterdir():
             if path.name == output.name or shard.fullmatch(path.name):
@@ -131,7 +131,7 @@ class SweepFolder:
         for name, run in runs.items():
             options = run.document["options"]
             lambdas = options.get("lambda")
-            if name not in asked and isinstance(lambdas, list) and len(lambdas) == 1:
+            if name not in asked | self.left_out and isinstance(lambdas, list) and len(lambdas) == 1:
                 label = stack_label(options["anchors"])
                 row = Row(name, label, lambdas[0], options["penalty-form"], options["seed"], "")
                 rows.append(self._told(row, run))
@@ -153,7 +153,8 @@ def check_sweep_folder(path: Path) -> None:
     """
     if path.exists() and not path.is_dir():
         raise StorageError(f"cannot make the sweep {path}: it is a file. Choose another --output")
-    if path.is_dir() and any(path.iterdir()) and not (path / DOCUMENT).is_file():
+    left = [item for item in path.iterdir() if not item.name.endswith(".tmp")] if path.is_dir() else []
+    if left and not (path / DOCUMENT).is_file():
         raise StorageError(
             f"the folder {path} holds something, and no sweep: there is no {DOCUMENT} in it. Choose another --output"
         )
