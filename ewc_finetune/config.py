@@ -13,7 +13,7 @@ import tomli_w
 
 from ewc_finetune.address import suggest
 from ewc_finetune.errors import StorageError, UsageError
-from ewc_finetune.runs import read_run
+from ewc_finetune.runs import read_document
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -64,7 +64,7 @@ def read_config(path: Path, known: Collection[str], also: Collection[str] = ()) 
         StorageError: if the file cannot be read.
     """
     if path.is_dir() or path.suffix == ".run" or path.name == "run.json":
-        found = read_run(path.parent if path.name == "run.json" else path).document["options"]
+        found = read_document(path.parent if path.name == "run.json" else path)["options"]
         return {name: value for name, value in found.items() if value is not None and name in known}
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -24,7 +24,7 @@ from ewc_finetune.checkpoint.state_dict import save_object
 from ewc_finetune.config import to_toml
 from ewc_finetune.errors import StorageError
 from ewc_finetune.files import atomic_write, hidden, storage_errors
-from ewc_finetune.runs import FORMAT, FORMAT_VERSION, read_lines, read_run
+from ewc_finetune.runs import FORMAT, FORMAT_VERSION, read_document, read_lines
 
 
 class RunFolder:
@@ -124,9 +124,9 @@ class RunFolder:
         Raises:
             StorageError: if it is none, its run is at its end, or under way in another process.
         """
-        folder = cls(path, read_run(path).document, None, reopened=True)
+        folder = cls(path, read_document(path), None, reopened=True)
         # Only now does nobody else write it.
-        folder.document = read_run(path).document
+        folder.document = read_document(path)
         replaced = folder.document.get("replaces")
         if isinstance(replaced, str) and Path(replaced).name == replaced and replaced.startswith(f".{path.name}."):
             folder._earlier = path.with_name(replaced)

@@ -41,9 +41,18 @@ def read_run(folder: str | Path) -> Run:
         StorageError: saying what is wrong with it.
     """
     path = Path(folder)
+    return Run(path, read_document(path), read_lines(path / "metrics.jsonl"))
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Read the `run.json` of a run folder alone.
+
+    Raises:
+        StorageError: saying what is wrong with it.
+    """
     document = _parsed(_text(path / "run.json"), path / "run.json")
     _check_document(document, path / "run.json")
-    return Run(path, document, read_lines(path / "metrics.jsonl"))
+    return document
 
 
 def read_lines(metrics: Path) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ewc_finetune.address import parse
@@ -29,7 +29,7 @@ class Selection:
     patience: int | None = None
     best: float | None = None
     step: int = 0
-    stale: int = field(default=0)
+    stale: int = 0
 
     def take(self, scores: Sequence[Score], step: int) -> bool:
         """Take one evaluation, and return whether it is better than all before it."""
