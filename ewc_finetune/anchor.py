@@ -30,15 +30,20 @@ from ewc_finetune.block_file import (
 )
 from ewc_finetune.errors import AnchorError, NonFiniteError
 from ewc_finetune.files import atomic_write, sha256
+from ewc_finetune.hub.address import HubAddress, is_address
+from ewc_finetune.hub.anchor_files import HubAnchor, fetch_anchor
 from ewc_finetune.kronecker import Block
 from ewc_finetune.probe_file import Probe, ProbeFile, check_probe
 from ewc_finetune.probe_file import records_of as records_of_probes
 from ewc_finetune.probe_file import to_tensors as probes_to_tensors
 from ewc_finetune.provenance import Provenance, read_provenance
-from ewc_finetune.tensor_file import TensorFile, opened, shapes_of, write_tensors
+from ewc_finetune.shards import INDEX, PART, ShardedSource
+from ewc_finetune.tensor_file import TensorFile, shapes_of, write_tensors
+from ewc_finetune.tensor_source import FileSource, LocalSource, TensorSource
 
 FORMAT = "ewc-anchor"
 FORMAT_VERSION = 1
+_GROUPS = ("fisher.", "anchor.", "buffer.", "kfac.", "probe.")
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,9 @@ class Anchor:
         fisher: Diagonal Fisher of the parameters that the penalty holds one by one, float32, same shapes.
         buffers: Persistent buffers: normalisation statistics and the like.
         provenance: Where all this comes from.
-        path: The file it was loaded from or saved to.
-        digest: SHA-256 of that file.
+        path: The file it was loaded from or saved to; in several, their index.
+        digest: SHA-256 of that file, or of the one that several would make.
+        place: Where it is on the Hub, at a commit, if it was loaded from there.
         remarks: What a reader should know of the file: keys of a later tool that were ignored.
         blocks: Kronecker-factored blocks of the layers that it holds as wholes, by the layer's name.
         probes: Inputs of the domain as they are, with the model's answers to them; none unless they were asked for.
@@ -63,14 +69,15 @@ class Anchor:
     provenance: Provenance
     path: Path | None = None
     digest: str | None = None
+    place: HubAddress | None = None
     remarks: tuple[str, ...] = ()
     blocks: Mapping[str, Block] = field(default_factory=dict)
     probes: Sequence[Probe] = ()
 
     @property
     def label(self) -> str:
-        """The name for messages: the file if there is one."""
-        return str(self.path) if self.path else f"anchor {self.provenance.name!r}"
+        """The name for messages: the file or address if there is one."""
+        return str(self.place or self.path or f"anchor {self.provenance.name!r}")
 
     def held_shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the parameters that the penalty holds, singly or in a block; no tensor is read."""
@@ -156,48 +163,51 @@ class Anchor:
         That is how a thousand anchors are stacked in the memory of one. The file must stay as it is meanwhile.
 
         Args:
-            path: The file.
+            path: The file, the index of several, or an address on the Hub, `hf://ORG/NAME[@REVISION][/FILE]`.
             digest: Whether to compute its digest, for which all of it is read once.
 
         Raises:
             AnchorError: if the file is missing, is no anchor, is of a newer format, or its tensors don't belong
                 together; later, for a tensor that cannot be used.
+            HubError: if it cannot be had from the Hub, or is not what was promised there.
             NonFiniteError: later, for a tensor with NaN or infinity.
         """
+        if is_address(path):
+            return cls.of_hub(fetch_anchor(path))
         path = Path(path)
-        if not path.is_file():
-            raise AnchorError(f"there is no anchor at {path}. `ewc-ft consolidate` makes one from a checkpoint")
-        _check_is_safetensors(path)
-        shapes: dict[str, dict[str, torch.Size]] = {
-            group: {} for group in ("fisher", "anchor", "buffer", "kfac", "probe")
-        }
-        with opened(path) as file:
-            metadata = file.metadata() or {}
-            _check_format(metadata, path)
-            provenance, unknown = read_provenance(metadata.get("anchor"), path)
-            for key in sorted(file.keys()):
-                group, _, name = key.partition(".")
-                if group in shapes and name:
-                    shapes[group][name] = torch.Size(file.get_slice(key).get_shape())
-                else:
-                    unknown.append(key)
-        factors = TensorFile(path, "kfac.", shapes["kfac"], lambda n, t: check_factor(n, t, str(path)))
+        source = open_source(path)
+        return replace(cls.of(source, path), digest=source.digest() if digest else None)
+
+    @classmethod
+    def of_hub(cls, found: HubAnchor) -> Anchor:
+        """Return an anchor that was fetched from the Hub, without reading its tensors; see `open`."""
+        anchor = cls.of(found.source, found.path, found.place)
+        return replace(anchor, digest=found.digest, remarks=found.remarks + anchor.remarks)
+
+    @classmethod
+    def of(cls, source: TensorSource, path: Path | None = None, place: HubAddress | None = None) -> Anchor:
+        """Return the anchor of which a source has the tensors, without reading them; see `open`."""
+        where = source.label
+        _check_format(source.metadata, where)
+        provenance, unknown = read_provenance(source.metadata.get("anchor"), where)
+        unknown += [key for key in sorted(source.entries) if not key.startswith(_GROUPS) or key.endswith(".")]
+        factors = TensorFile(source, "kfac.", lambda n, t: check_factor(n, t, where))
         records = {record["layer"]: record for record in provenance.kfac}
-        probed = TensorFile(path, "probe.", shapes["probe"], lambda n, t: None)  # which are checked together
+        probed = TensorFile(source, "probe.", lambda n, t: None)  # which are checked together
         anchor = cls(
-            weights=TensorFile(path, "anchor.", shapes["anchor"], lambda n, t: check_weight(n, t, f"{path}: anchor.")),
-            fisher=TensorFile(path, "fisher.", shapes["fisher"], lambda n, t: check_fisher(n, t, str(path))),
-            buffers=TensorFile(path, "buffer.", shapes["buffer"], lambda n, t: check_buffer(n, t, f"{path}: buffer.")),
+            weights=TensorFile(source, "anchor.", lambda n, t: check_weight(n, t, f"{where}: anchor.")),
+            fisher=TensorFile(source, "fisher.", lambda n, t: check_fisher(n, t, where)),
+            buffers=TensorFile(source, "buffer.", lambda n, t: check_buffer(n, t, f"{where}: buffer.")),
             provenance=provenance,
             path=path,
-            digest=sha256(path) if digest else None,
-            remarks=(f"{path}: ignored what this version does not know: {', '.join(unknown)}",) if unknown else (),
-            blocks=BlockFile(factors, records, str(path)),
-            probes=ProbeFile(probed, provenance.probes, str(path)),
+            place=place,
+            remarks=(f"{where}: ignored what this version does not know: {', '.join(unknown)}",) if unknown else (),
+            blocks=BlockFile(factors, records, where),
+            probes=ProbeFile(probed, provenance.probes, where),
         )
         unclaimed = [key for key in factors if key not in keys_of(factors, records)]
         if unclaimed:
-            raise AnchorError(f"{path}: kfac.{unclaimed[0]} belongs to no layer that it names. Make the anchor again")
+            raise AnchorError(f"{where}: kfac.{unclaimed[0]} belongs to no layer that it names. Make the anchor again")
         _check_shapes(anchor)
         return anchor
 
@@ -328,6 +338,20 @@ def check_model(model: nn.Module, where: str) -> None:
     check_buffers(dict(model.named_buffers()), where)
 
 
+def open_source(path: Path) -> LocalSource:
+    """Open the file or files of an anchor, once it is clear that they may be one.
+
+    Raises:
+        AnchorError: if there is none, or it cannot be one.
+    """
+    if not path.is_file():
+        raise AnchorError(f"there is no anchor at {path}. `ewc-ft consolidate` makes one from a checkpoint")
+    if path.name.endswith(INDEX):
+        return ShardedSource(path)
+    _check_is_safetensors(path)
+    return FileSource(path)
+
+
 def _check_is_safetensors(path: Path) -> None:
     with path.open("rb") as file:
         head = file.read(9)
@@ -340,7 +364,9 @@ def _check_is_safetensors(path: Path) -> None:
         )
 
 
-def _check_format(metadata: Mapping[str, str], path: Path) -> None:
+def _check_format(metadata: Mapping[str, str], path: str) -> None:
+    if metadata.get("format") == PART:
+        raise AnchorError(f"{path} is one part of an anchor. Name the index beside it (...{INDEX})")
     if metadata.get("format") != FORMAT:
         raise AnchorError(
             f"{path} is a safetensors file but not an anchor (no format={FORMAT!r} in its metadata). "

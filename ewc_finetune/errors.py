@@ -59,5 +59,9 @@ class DeviceError(EwcError):
     """A device that is not there."""
 
 
+class HubError(EwcError):
+    """Something on the Hugging Face Hub that is not there, may not be had, or is not what was promised."""
+
+
 class StorageError(EwcError):
     """A file or folder that cannot be written: in the way, forbidden, or the disk is full."""

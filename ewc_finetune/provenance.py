@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from ewc_finetune.choices import CURVATURES, KNOWN_ESTIMATORS, LIKELIHOODS
@@ -91,7 +90,7 @@ class Provenance:
         return document
 
 
-def read_provenance(text: str | None, path: Path) -> tuple[Provenance, list[str]]:
+def read_provenance(text: str | None, path: str) -> tuple[Provenance, list[str]]:
     """Parse and check the document of an anchor file; also return the keys that this version does not know.
 
     Raises:

@@ -265,7 +265,8 @@ def lineage_of(anchors: Sequence[Anchor], lambdas: Sequence[float]) -> list[dict
                 name = parent["provenance"].get("name")
                 entries.append({"name": name, "sha256": parent["sha256"], "lambda": parent["lambda"] * lam})
             entries += [{"name": None, "sha256": digest, "lambda": lam} for digest in merged.get("through", ())]
-            entries.append({"name": anchor.provenance.name, "sha256": anchor.digest, "lambda": lam})
+            place = {} if anchor.place is None else {"hub": str(anchor.place)}
+            entries.append({"name": anchor.provenance.name, "sha256": anchor.digest, "lambda": lam, **place})
     return [entry for index, entry in enumerate(entries) if entry not in entries[:index]]
 
 

@@ -1,66 +1,71 @@
-"""Tensors that stay in their file until they are asked for, one at a time."""
+"""Tensors that stay where they are until they are asked for, one at a time; and how files of them are written."""
 
 from __future__ import annotations
 
 import json
-import re
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ewc_finetune.errors import AnchorError, StorageError
+from ewc_finetune.errors import StorageError
+from ewc_finetune.tensor_source import TensorSource, bytes_of, header_text
 
 
 class TensorFile(Mapping[str, Tensor]):
-    """The tensors of a safetensors file whose names begin alike, by the rest of the name.
+    """The tensors of a source whose names begin alike, by the rest of the name.
 
-    Each is read when it is asked for, and again when it is asked for again: nothing is kept, nor is the file left open.
+    Each is read when it is asked for, and again when it is asked for again: nothing is kept.
 
     Args:
-        path: The file.
+        source: Where they are.
         prefix: What their names begin with.
-        shapes: The shape of each, by name.
         check: Called with the name and every tensor that is read; raises if it cannot be used.
+        left_out: Rests of names that are not among them.
     """
 
     def __init__(
-        self, path: Path, prefix: str, shapes: Mapping[str, torch.Size], check: Callable[[str, Tensor], None]
+        self,
+        source: TensorSource,
+        prefix: str,
+        check: Callable[[str, Tensor], None],
+        left_out: Collection[str] = (),
     ) -> None:
-        self.shapes = dict(shapes)
-        self._path = path
+        self._source = source
         self._prefix = prefix
         self._check = check
-        self._state = _state(path)
+        self._left_out = frozenset(left_out)
 
-    def without(self, names: Collection[str]) -> TensorFile:
-        """Return the same but for some names."""
-        kept = {name: shape for name, shape in self.shapes.items() if name not in names}
-        return TensorFile(self._path, self._prefix, kept, self._check)
+    @cached_property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shape of each; none is read."""
+        return {name: torch.Size(self._source.entries[self._prefix + name].shape) for name in self._names}
 
     @cached_property
     def bytes(self) -> dict[str, int]:
-        """How many bytes each tensor takes; none is read."""
-        with opened(self._path) as file:
-            kinds = {name: file.get_slice(self._prefix + name).get_dtype() for name in self.shapes}
-        # F32, BF16, I64, F8_E4M3, BOOL, ...: the bits are the first number of the name.
-        bits = {name: re.search(r"\d+", kind) for name, kind in kinds.items()}
-        return {n: self.shapes[n].numel() * (int(found[0]) if found else 8) // 8 for n, found in bits.items()}
+        """How many bytes each takes; none is read."""
+        return {name: bytes_of(self._source.entries[self._prefix + name]) for name in self._names}
+
+    @cached_property
+    def _names(self) -> list[str]:
+        behind = (
+            key.removeprefix(self._prefix) for key in sorted(self._source.entries) if key.startswith(self._prefix)
+        )
+        return [name for name in behind if name and name not in self._left_out]
+
+    def without(self, names: Collection[str]) -> TensorFile:
+        """Return the same but for some names."""
+        return TensorFile(self._source, self._prefix, self._check, self._left_out | set(names))
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.shapes:
             raise KeyError(name)
-        with opened(self._path) as file:
-            if _state(self._path) != self._state:
-                raise AnchorError(f"{self._path} has changed since it was opened. Run the command again")
-            tensor: Tensor = file.get_tensor(self._prefix + name)
+        tensor = self._source.read(self._prefix + name)
         self._check(name, tensor)
         return tensor
 
@@ -74,31 +79,6 @@ class TensorFile(Mapping[str, Tensor]):
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     """Return the shapes of tensors by name, without reading those that lie in a file."""
     return tensors.shapes if isinstance(tensors, TensorFile) else {name: t.shape for name, t in tensors.items()}
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; nothing in it is ever executed.
-
-    Raises:
-        AnchorError: if it is no whole safetensors file, or cannot be read.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise AnchorError(
-            f"{path} cannot be read as an anchor: it is not a whole safetensors file ({error}). "
-            "Copy it again from where it came, or make it again with `ewc-ft consolidate`"
-        ) from error
-
-
-def _state(path: Path) -> tuple[int, int]:
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise AnchorError(f"{path} cannot be read any more: {error.strerror}") from error
-    return found.st_size, found.st_mtime_ns
 
 
 def write_tensors(temporary: Path, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -139,7 +119,7 @@ def _sort_metadata(path: Path) -> None:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text = header_text(header)
         if len(text) > length:
             raise StorageError(f"cannot write {path}: the safetensors header grew from {length} to {len(text)} bytes")
         file.seek(8)

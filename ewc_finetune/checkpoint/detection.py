@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zipfile
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 from ewc_finetune.errors import CheckpointError
 
@@ -53,8 +53,10 @@ def detect(path: Path) -> Format:
         head = file.read(9)
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < size:
         return _of_safetensors(path)
-    if head[:1] == b"{" and size < _LARGEST_INDEX and _is_index(path):
-        return "sharded safetensors"
+    if head[:1] == b"{" and size < _LARGEST_INDEX:
+        index = _index(path)
+        if index is not None:
+            return "anchor" if _is_anchor(index.get("metadata")) else "sharded safetensors"
     if head[:4] == b"PK\x03\x04":
         return _of_archive(path)
     return "onnx" if _is_onnx(path) else "torch.save"
@@ -71,15 +73,21 @@ def _of_safetensors(path: Path) -> Format:
             raise CheckpointError(
                 f"{path} is not a whole safetensors file. Copy it again from where it came"
             ) from error
-    return "anchor" if isinstance(metadata, dict) and metadata.get("format") == "ewc-anchor" else "safetensors"
+    return "anchor" if _is_anchor(metadata) else "safetensors"
 
 
-def _is_index(path: Path) -> bool:
+def _is_anchor(metadata: object) -> bool:
+    """Whether these are the metadata of an anchor, or of a part of one, which it is then for the anchor to say."""
+    return isinstance(metadata, dict) and metadata.get("format") in ("ewc-anchor", "ewc-anchor-part")
+
+
+def _index(path: Path) -> dict[str, Any] | None:
+    """Return what an index of several files holds; None if the file is none."""
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and isinstance(found.get("weight_map"), dict)
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("weight_map"), dict) else None
 
 
 def _is_onnx(path: Path) -> bool:

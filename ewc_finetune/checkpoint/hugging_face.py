@@ -31,6 +31,9 @@ from ewc_finetune.choices import LikelihoodName
 from ewc_finetune.devices import random_state_kept
 from ewc_finetune.errors import ArchitectureError, CheckpointError, StorageError, few
 from ewc_finetune.files import atomic_folder, storage_errors
+from ewc_finetune.hub.address import HubAddress
+from ewc_finetune.hub.client import hub_errors
+from ewc_finetune.hub.repository import look_up
 from ewc_finetune.purpose import Purpose, Task
 
 HUB = "hf:"
@@ -302,19 +305,21 @@ def weights_file(folder: Path, label: str) -> Path:
     raise CheckpointError(f"{label} has no weights: expected one of {', '.join(_WEIGHTS)} beside config.json")
 
 
-def download(name: str) -> Path:
+def download(name: str) -> tuple[Path, str]:
     """Return the folder of a model on the Hub, `hf:org/name@revision`, downloaded unless it lies in the cache.
 
+    Also return its name with the commit that the revision is.
+
     Raises:
-        CheckpointError: if there is no such model, or it can't be had.
+        HubError: if there is no such model, or it can't be had.
     """
-    import huggingface_hub
+    from huggingface_hub import snapshot_download
 
     repository, _, revision = name.removeprefix(HUB).partition("@")
-    try:
-        names = huggingface_hub.list_repo_files(repository, revision=revision or None)
-    except Exception:  # noqa: BLE001 - without a connection, what is in the cache will do
-        names = []
+    found = look_up(HubAddress(repository, revision or None))
+    pinned = f"{HUB}{repository}@{found.commit}"
+    if found.cached is not None:
+        return found.cached, pinned
     # What `save` would leave behind anyway; other folders travel along.
     stale = [
         "*.h5",
@@ -328,19 +333,11 @@ def download(name: str) -> Path:
         "*/*.safetensors",
         "*/*.bin",
     ]
-    try:
-        folder = huggingface_hub.snapshot_download(
-            repository,
-            revision=revision or None,
-            ignore_patterns=stale + (["*.bin"] if any(file.endswith(".safetensors") for file in names) else []),
-        )
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0][:200]
-        raise CheckpointError(
-            f"{name} is not in the cache of the Hub and could not be downloaded ({type(error).__name__}: {reason}). "
-            "Check the name and the connection; for private models: hf auth login"
-        ) from error
-    return Path(folder)
+    if any(file.endswith(".safetensors") for file in found.files):
+        stale.append("*.bin")
+    with hub_errors(found.address):
+        folder = snapshot_download(repository, revision=revision or None, ignore_patterns=stale)
+    return Path(folder), pinned
 
 
 def require_transformers() -> Any:

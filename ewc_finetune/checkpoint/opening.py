@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ewc_finetune.anchor import Anchor, check_model
+from ewc_finetune.anchor import FORMAT, Anchor, check_model
 from ewc_finetune.checkpoint.architecture import build, complete
 from ewc_finetune.checkpoint.checkpoint import Checkpoint, Record
 from ewc_finetune.checkpoint.detection import detect
@@ -30,7 +30,11 @@ from ewc_finetune.choices import LikelihoodName
 from ewc_finetune.devices import random_state_kept
 from ewc_finetune.errors import CheckpointError
 from ewc_finetune.files import sha256
+from ewc_finetune.hub.address import is_address, parse_address
+from ewc_finetune.hub.anchor_files import anchor_in, fetch_with_parts, has_anchor, is_pushed, peek
+from ewc_finetune.hub.repository import look_up
 from ewc_finetune.purpose import Purpose
+from ewc_finetune.shards import PART
 
 # The formats that a file alone tells.
 _KINDS = (SafetensorsFile, Sharded, TorchScript, Exported, Onnx)
@@ -130,16 +134,24 @@ def load_checkpoint(path: str | Path, *, trust_pickle: bool = False) -> Checkpoi
     """Read a checkpoint, or the checkpoint within an anchor, in whatever format it is.
 
     Args:
-        path: The file, the index of a sharded one, a model folder of transformers, or `hf:org/name` on the Hub.
+        path: The file, the index of a sharded one, a model folder of transformers, `hf:org/name` for such a folder on
+            the Hub, or `hf://org/name[@revision][/file]` for a file there or the repository's anchor.
         trust_pickle: Whether a pickle may run code. None does otherwise, and no other format can.
 
     Raises:
         CheckpointError: if the file is missing, empty or damaged, holds no model, or asks for code to be run.
         AnchorError: if it is an anchor that is damaged, or has weights without their program.
+        HubError: if it cannot be had from the Hub.
     """
+    if is_address(path):
+        return _load_from_hub(path, trust_pickle)
     if is_on_hub(path):
-        return _load_folder(download(str(path)), str(path))
-    path = Path(path)
+        return _load_folder(*download(str(path)))
+    return _load_path(Path(path), trust_pickle)
+
+
+def _load_path(path: Path, trust_pickle: bool) -> Checkpoint:
+    """Read what lies on this machine; see `load_checkpoint`."""
     found = detect(path)
     if found == "anchor":
         return FromAnchor(Anchor.open(path))
@@ -156,13 +168,48 @@ def load_checkpoint(path: str | Path, *, trust_pickle: bool = False) -> Checkpoi
     return StateDict(str(path), sha256(path), _mapping(document), keys, remarks)
 
 
+def _load_from_hub(text: str, trust_pickle: bool) -> Checkpoint:
+    """Load the file at an address; unless it names one, the repository's anchor, or the model that it is."""
+    repository = look_up(parse_address(text))
+    address = repository.address.at(repository.commit)
+    if address.file is None and "config.json" in repository.files and not has_anchor(repository):
+        return _load_folder(*download(f"{HUB}{address.repository}@{address.revision}"))
+    if address.file is not None and address.file in repository.files:
+        path = fetch_with_parts(repository, address.file).path
+        if detect(path) != "anchor":
+            found = _load_path(path, trust_pickle)
+            found.label = str(address)
+            return found
+    return FromAnchor(Anchor.of_hub(anchor_in(repository)))
+
+
 def is_on_hub(model: object) -> bool:
-    """Whether it names a model on the Hub."""
+    """Whether it names a model, or a file, on the Hub."""
     return isinstance(model, str) and model.startswith(HUB)
 
 
+def is_anchor(place: str) -> bool:
+    """Whether a file, or what an address on the Hub means, is an anchor rather than a checkpoint.
+
+    Raises:
+        CheckpointError: if there is no such file.
+        HubError: if it cannot be had.
+    """
+    if not is_address(place):
+        return not is_on_hub(place) and detect(Path(place)) == "anchor"
+    repository = look_up(parse_address(place))
+    if repository.address.file is None:
+        return has_anchor(repository) or "config.json" not in repository.files
+    found = peek(place)
+    return found is not None and found[0].metadata.get("format") in (FORMAT, PART)
+
+
 def place_of(model: str | Path) -> Path:
-    """Return the path that names what is made of a model: its own, or for one on the Hub its name, in this folder."""
+    """Return the path that names what is made of a model or anchor: its own; for one on the Hub, in this folder."""
+    if is_address(model):
+        address = parse_address(model)
+        named = address.repository if address.file is None or is_pushed(address.file) else address.file
+        return Path(named.rpartition("/")[2])
     if is_on_hub(model):
         return Path(str(model).removeprefix(HUB).partition("@")[0].rpartition("/")[2])
     return Path(model)
@@ -183,6 +230,8 @@ def _load_folder(folder: Path, label: str) -> HuggingFace:
 
 def ending_of(path: str | Path) -> str:
     """Return how files end that are in the format of this one, or of what an anchor was made from."""
+    if is_address(path):
+        return load_checkpoint(path).ending
     if is_on_hub(path):
         return HuggingFace.ending
     path = Path(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -28,15 +27,14 @@ def inspect(
 ) -> None:
     """Say what is in FILE, an anchor or a checkpoint, and where it came from.
 
-    Of an anchor hardly more than the header is read.
+    Of an anchor hardly more than the header is read; of one on the Hub (hf://ORG/NAME) no more is fetched.
     """
-    from ewc_finetune.checkpoint.detection import detect
-    from ewc_finetune.checkpoint.opening import is_on_hub
+    from ewc_finetune.checkpoint.opening import is_anchor
     from ewc_finetune.cli.printer import importance_table
     from ewc_finetune.verbs.inspect import inspect as run
     from ewc_finetune.verbs.inspect_checkpoint import inspect_checkpoint
 
-    if is_on_hub(file) or detect(Path(file)) != "anchor":
+    if not is_anchor(file):
         if plot is not None:
             raise UsageError(f"{file} is a checkpoint, which has no importance to draw; --plot is for anchors")
         printer.document(inspect_checkpoint(file, architecture=arch, trust_pickle=trust_pickle))

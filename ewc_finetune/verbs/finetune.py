@@ -53,7 +53,8 @@ from ewc_finetune.verbs.evaluate import Score
 from ewc_finetune.verbs.journal import Journal
 from ewc_finetune.verbs.lambda_search import DEFAULT_TOLERANCE, Search
 from ewc_finetune.verbs.movement import movements
-from ewc_finetune.verbs.recording import asked, defaults, identify, is_told
+from ewc_finetune.verbs.pinning import pinned_anchor, pinned_model
+from ewc_finetune.verbs.recording import asked, defaults, identify, is_told, listed
 from ewc_finetune.verbs.recording import found as recorded
 from ewc_finetune.verbs.remarks import say
 from ewc_finetune.verbs.resuming import check_identities, check_left, check_options, output_of
@@ -138,10 +139,10 @@ def finetune(
 
     Args:
         model: A module (trained in place, left in eval mode without gradients), a checkpoint file or model folder,
-            `hf:org/name`, or an architecture such as `mlp` (fresh weights). None starts from the weights of the last
-            anchor.
+            `hf:org/name`, `hf://org/name/file`, or an architecture such as `mlp` (fresh weights). None starts from the
+            weights of the last anchor.
         data: The new domain: a data spec (its train split unless it says), dataset or loader.
-        anchors: Anchors or their files, oldest first.
+        anchors: Anchors, their files, or their addresses on the Hub (`hf://org/name`), oldest first.
         lambdas: Strength of the penalty, one for all or one for each anchor; unless given 10 for those of K-FAC and 100
             for others. `auto` looks for the largest that costs the new domain no more than `tolerance`, in five runs of
             half as many epochs, on samples that are held out of it; see `search_lambda`.
@@ -191,12 +192,13 @@ def finetune(
     _check_names(training, arguments)
     schedule = Schedule(**training)
     _check_words(penalty_form, lineage, head)
+    arguments["model"] = model = pinned_model(model)
+    arguments["anchors"] = given = [pinned_anchor(anchor) for anchor in listed(anchors)]
     options = asked(arguments, schedule)
     earlier = None if resume is None else read_run(Path(resume))
     output = None if output is None else Path(output)
     if earlier is not None:
         output = _resumed(earlier, output, options, schedule, before_start is not None, progress)
-    given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
     stacked = [item if isinstance(item, Anchor) else Anchor.open(item) for item in given]
     strengths = _strengths(lambdas, stacked)
     domain = resolve_domain(data, "train", data_dir)
@@ -430,9 +432,9 @@ def default_output(model: str | Path | None, anchors: Sequence[str | Path], data
     """Return where the checkpoint goes: beside the newest anchor, else the model, named for it and the new data."""
     there = model is not None and is_there(model)
     named = place_of(str(model)) if there else Path(str(model).partition("?")[0].replace(":", "-"))
-    source = Path(anchors[-1]) if anchors else named
+    source = place_of(anchors[-1]) if anchors else named
     stem = beside(source, "").name.removesuffix(".anchor")
-    ending = ending_of(model if model is not None and there else source)
+    ending = ending_of(model if model is not None and there else anchors[-1] if anchors else source)
     return source.with_name(f"{stem}-{re.sub(r'[^A-Za-z0-9]+', '-', data).strip('-')}{ending}")
 
 

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ewc_finetune.anchor import Anchor
+from ewc_finetune.checkpoint.opening import place_of
 from ewc_finetune.choices import PENALTY_FORMS, PenaltyForm, check_choice
 from ewc_finetune.errors import UsageError
 from ewc_finetune.files import beside
 from ewc_finetune.stack import spread_lambdas
+from ewc_finetune.verbs.pinning import pinned_anchor
 
 T = TypeVar("T")
 Stack = tuple[Anchor | str | Path, ...]
@@ -113,7 +115,7 @@ def as_stacks(anchors: Any) -> list[Stack]:
     given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
     stacks: dict[tuple[str | int, ...], Stack] = {}
     for item in given:
-        stack = (item,) if isinstance(item, (Anchor, str, Path)) else tuple(item)
+        stack = tuple(map(pinned_anchor, (item,) if isinstance(item, (Anchor, str, Path)) else item))
         if stack:
             stacks.setdefault(tuple(id(one) if isinstance(one, Anchor) else str(one) for one in stack), stack)
     if not stacks:
@@ -131,7 +133,7 @@ def as_stacks(anchors: Any) -> list[Stack]:
 
 def stack_label(anchors: Iterable[str]) -> str:
     """Return what to call a stack: its files' names, without folder and ending."""
-    names = [beside(Path(anchor), "").name.removesuffix(".anchor") for anchor in anchors]
+    names = [beside(place_of(anchor), "").name.removesuffix(".anchor") for anchor in anchors]
     return "+".join(re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-") for name in names)
 
 

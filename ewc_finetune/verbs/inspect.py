@@ -9,14 +9,18 @@ from typing import Any
 
 from torch import Tensor
 
-from ewc_finetune.anchor import Anchor
+from ewc_finetune.anchor import Anchor, open_source
 from ewc_finetune.block_file import BlockFile, StoredBlock, stored_block
 from ewc_finetune.curvature.importance import LayerImportance, importance_by_layer
+from ewc_finetune.errors import AnchorError
 from ewc_finetune.figures import draw_importance, figure_format
 from ewc_finetune.files import check_output
+from ewc_finetune.hub.address import HubAddress, is_address
+from ewc_finetune.hub.anchor_files import peek
 from ewc_finetune.probe_file import ProbeFile, bytes_of, describe, records_of
 from ewc_finetune.provenance import Provenance
 from ewc_finetune.tensor_file import TensorFile, shapes_of
+from ewc_finetune.tensor_source import TensorSource
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class Inspection:
     """What `inspect` found.
 
     Attributes:
-        file: The anchor.
+        file: The anchor; of one on the Hub its address with the commit.
         bytes: Its size.
         tensors: How many `tensors`, `numbers` and `bytes` there are of `fisher`, `kfac`, `anchor` (weights), `buffer`
             and `probe`.
@@ -34,7 +38,7 @@ class Inspection:
         remarks: What a reader should know of the file.
     """
 
-    file: Path
+    file: Path | HubAddress
     bytes: int
     tensors: dict[str, dict[str, int]]
     blocks: dict[str, StoredBlock]
@@ -72,6 +76,7 @@ class Inspection:
         held = singly + self.in_blocks
         found = [
             ("name", origin.name),
+            ("on the Hub", str(self.file) if isinstance(self.file, HubAddress) else ""),
             ("made", " with ".join(filter(None, (origin.created, _versions(origin))))),
             ("size", f"{self.bytes:,} bytes"),
             ("holds", f"{held:,} of {weights:,} weights" + (f", {singly:,} of them singly" if self.blocks else "")),
@@ -101,10 +106,12 @@ class Inspection:
 
 
 def inspect(file: str | Path, *, plot: str | Path | None = None, overwrite: bool = False) -> Inspection:
-    """Say what is in an anchor file: from its header and eigenvalues, and all of it if it has no importance in it.
+    """Say what is in an anchor: from its header and eigenvalues, and all of its curvature if it has no importance.
+
+    Of one on the Hub nothing else is fetched.
 
     Args:
-        file: The anchor.
+        file: The anchor, or its address on the Hub.
         plot: File to draw the importance of each layer in: `.png`, `.pdf`, `.svg`.
         overwrite: Whether that file may be replaced.
 
@@ -114,7 +121,8 @@ def inspect(file: str | Path, *, plot: str | Path | None = None, overwrite: bool
     if plot is not None:
         figure_format(Path(plot))
         check_output(Path(plot), overwrite, [file])
-    anchor = Anchor.open(file, digest=False)
+    source, place = _opened(file)
+    anchor = Anchor.of(source, place=place)
     origin = anchor.provenance
     if not origin.importance:
         origin = replace(origin, importance=[asdict(layer) for layer in _importance(anchor)])
@@ -124,8 +132,8 @@ def inspect(file: str | Path, *, plot: str | Path | None = None, overwrite: bool
     groups["probe"] = anchor.probes.tensors if isinstance(anchor.probes, ProbeFile) else {}
     sizes = zip(records_of(anchor.probes), bytes_of(anchor.probes), strict=True)
     found = Inspection(
-        file=Path(file),
-        bytes=Path(file).stat().st_size,
+        file=place or Path(file),
+        bytes=source.size,
         tensors={group: _counts(tensors) for group, tensors in groups.items()},
         blocks={} if blocks is None else {layer: stored_block(blocks, layer) for layer in blocks},
         probes=[{**record, "bytes": size} for record, size in sizes],
@@ -134,6 +142,16 @@ def inspect(file: str | Path, *, plot: str | Path | None = None, overwrite: bool
     )
     if plot is not None:
         draw_importance(Path(plot), origin.importance, f"{origin.name}: share of the curvature by layer")
+    return found
+
+
+def _opened(file: str | Path) -> tuple[TensorSource, HubAddress | None]:
+    """Open an anchor, and say where it is on the Hub if it is there."""
+    if not is_address(file):
+        return open_source(Path(file)), None
+    found = peek(file)
+    if found is None:
+        raise AnchorError(f"{file} is no anchor, which is a safetensors file or the index of several")
     return found
 
 

@@ -334,7 +334,8 @@ def _provenance(
     for anchor, lam in zip(anchors, lambdas, strict=True):
         before = anchor.provenance.merged
         if before is None:
-            parents.append({"sha256": anchor.digest, "lambda": lam, "provenance": _known_of(anchor)})
+            place = {} if anchor.place is None else {"hub": str(anchor.place)}
+            parents.append({"sha256": anchor.digest, "lambda": lam, "provenance": _known_of(anchor), **place})
         else:  # its parents take its place, so that what is known doesn't nest
             parents += [{**parent, "lambda": parent["lambda"] * lam} for parent in before["parents"]]
             through += [*before.get("through", ()), anchor.digest]

@@ -107,6 +107,7 @@ def found(
             {
                 "file": anchor.label,
                 "sha256": anchor.digest,
+                "hub": None if anchor.place is None else str(anchor.place),
                 "lambda": strength,
                 "provenance": asdict(anchor.provenance),
             }

@@ -28,6 +28,7 @@ from ewc_finetune.verbs.dry_run import Estimate, dry_run
 from ewc_finetune.verbs.finetune import default_output, finetune
 from ewc_finetune.verbs.grid import Point, Stack, as_stacks, check_grid, grid
 from ewc_finetune.verbs.jobs import Job, run_jobs
+from ewc_finetune.verbs.pinning import pinned_model
 from ewc_finetune.verbs.recording import asked_by
 from ewc_finetune.verbs.resuming import SOUND
 from ewc_finetune.verbs.sweep_folder import DOCUMENT, FIGURE, TABLE, SweepFolder, check_sweep_folder
@@ -102,7 +103,7 @@ def sweep(
     """
     progress, path = progress or Silent(), Path(output)
     check_grid(lambdas, penalty_forms, seeds, jobs)
-    stacks = as_stacks(anchors)
+    model, stacks = pinned_model(model), as_stacks(anchors)
     points = grid(stacks, lambdas, penalty_forms, seeds, plain)
     check_sweep_folder(path)
     ending = _ending(model, stacks[0])
@@ -154,6 +155,8 @@ def _ending(model: str | Path | nn.Module | None, stack: Stack) -> str:
     if model is not None:
         return ending_of(model) if is_there(model) else StateDict.ending
     newest = stack[-1]
+    if isinstance(newest, Anchor) and newest.place is not None:
+        return ending_of(str(newest.place))
     source = newest.path if isinstance(newest, Anchor) else newest
     return StateDict.ending if source is None else ending_of(source)
 

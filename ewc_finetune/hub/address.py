@@ -1,0 +1,108 @@
+"""Addresses on the Hub: `hf://ORG/NAME[@REVISION][/FILE]`, as huggingface_hub itself writes them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TypeGuard
+from urllib.parse import unquote
+
+from ewc_finetune.errors import UsageError
+
+SCHEME = "hf://"
+_FORM = "hf://ORG/NAME, with @REVISION and /FILE behind it where they matter"
+_PART = re.compile(r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+# Revisions with slashes of their own, which are not the end of them.
+_REFS = re.compile(r"refs/(?:pr/\d+|convert/[\w.-]+)(?=/|$)")
+_OTHER_KINDS = ("datasets", "spaces", "buckets", "kernels")
+# What looks like a token of the Hub.
+_TOKEN = re.compile(r"\b(hf_|api_org_)[A-Za-z0-9]{6,}")
+
+
+@dataclass(frozen=True)
+class HubAddress:
+    """A place on the Hub.
+
+    Attributes:
+        repository: `ORG/NAME`, of a model.
+        revision: Branch, tag or commit; the default branch if None.
+        file: Path of a file in it; None where that is to be found out.
+    """
+
+    repository: str
+    revision: str | None = None
+    file: str | None = None
+
+    def __str__(self) -> str:
+        revision = "" if self.revision is None else f"@{_quoted(self.revision)}"
+        return f"{SCHEME}{self.repository}{revision}" + ("" if self.file is None else f"/{self.file}")
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it names one file for good: a commit and a path."""
+        return self.file is not None and self.revision is not None and is_commit(self.revision)
+
+    def at(self, commit: str, file: str | None = None) -> HubAddress:
+        """Return the same place at a commit, or another file there."""
+        return replace(self, revision=commit, file=self.file if file is None else file)
+
+
+def is_address(place: object) -> TypeGuard[str]:
+    """Whether it is an address on the Hub."""
+    return isinstance(place, str) and place.startswith(SCHEME)
+
+
+def is_commit(revision: str) -> bool:
+    """Whether a revision is a commit's whole hash."""
+    return _COMMIT.fullmatch(revision) is not None
+
+
+def parse_address(text: str) -> HubAddress:
+    """Read an address, with or without `hf://` in front.
+
+    Raises:
+        UsageError: if it is none, saying what is wrong with it.
+    """
+    shown = redacted(text)
+    parts = text.removeprefix(SCHEME).removeprefix("models/").split("/", 1)
+    if parts[0] in _OTHER_KINDS:
+        raise UsageError(f"{shown} is in one of the Hub's {parts[0]}; anchors and models are in model repositories")
+    if len(parts) < 2:
+        raise UsageError(f"{shown!r} names no repository on the Hub; expected {_FORM}")
+    name, separator, behind = _name_and_rest(parts[1])
+    repository = f"{parts[0]}/{name}"
+    if not all(_PART.fullmatch(part) and "--" not in part and ".." not in part for part in (parts[0], name)):
+        raise UsageError(f"{shown!r} names no repository on the Hub; expected {_FORM}")
+    if separator != "@":
+        return HubAddress(repository, None, _file(behind, shown))
+    special = _REFS.match(behind)
+    revision = special[0] if special else behind.partition("/")[0]
+    file = behind[len(revision) :].removeprefix("/")
+    if not revision or any(not character.isprintable() or character == " " for character in revision):
+        raise UsageError(f"{shown!r} has no revision behind the @; expected {_FORM}")
+    return HubAddress(repository, unquote(revision), _file(file, shown))
+
+
+def redacted(text: str) -> str:
+    """Return a text without what looks like a token of the Hub."""
+    return _TOKEN.sub(r"\1***", text)
+
+
+def _name_and_rest(text: str) -> tuple[str, str, str]:
+    """Split `NAME[@REVISION][/FILE]` at whichever comes first."""
+    found = re.match(r"([^@/]*)([@/]?)(.*)", text, re.DOTALL)
+    return (text, "", "") if found is None else (found[1], found[2], found[3])
+
+
+def _file(text: str, shown: str) -> str | None:
+    if not text:
+        return None
+    parts = text.split("/")
+    if any(part in ("", ".", "..") or "\\" in part or not part.isprintable() for part in parts):
+        raise UsageError(f"{shown!r} names no file in a repository: {redacted(text)!r}. Expected {_FORM}")
+    return text
+
+
+def _quoted(revision: str) -> str:
+    return revision if _REFS.fullmatch(revision) else revision.replace("/", "%2F")

@@ -1,0 +1,157 @@
+"""Which file of a repository is its anchor, and how that gets here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from ewc_finetune.errors import HubError, few
+from ewc_finetune.hub.address import HubAddress, parse_address
+from ewc_finetune.hub.remote import RemoteSource
+from ewc_finetune.hub.repository import Fetched, Repository, look_into_cache, look_up
+from ewc_finetune.shards import INDEX, JoinedSource, ShardedSource, parts_named
+from ewc_finetune.tensor_source import FileSource, LocalSource, TensorSource
+
+# What `push` calls an anchor in its repository.
+STEM = "anchor"
+_FILE, _PARTS = f"{STEM}.safetensors", f"{STEM}{INDEX}"
+
+
+@dataclass(frozen=True)
+class HubAnchor:
+    """An anchor from the Hub, on this machine now.
+
+    Attributes:
+        place: Where it is for good: repository, commit and file.
+        path: Its file in the cache, or its index.
+        source: Its tensors.
+        digest: Of all of it as one file.
+        remarks: What a reader should know.
+    """
+
+    place: HubAddress
+    path: Path
+    source: LocalSource
+    digest: str
+    remarks: tuple[str, ...]
+
+
+def fetch_anchor(text: str) -> HubAnchor:
+    """Return the anchor at an address; see `anchor_in`.
+
+    Raises:
+        UsageError: if it is no address.
+    """
+    return anchor_in(look_up(parse_address(text)))
+
+
+def anchor_in(repository: Repository) -> HubAnchor:
+    """Return the anchor that a repository was looked up for, downloaded unless it is in the cache.
+
+    Raises:
+        HubError: if there is none, or not one alone, or it cannot be had, or is not what was promised.
+        AnchorError: if its files cannot be used.
+    """
+    file = anchor_file(repository)
+    place = repository.address.at(repository.commit, file)
+    main = fetch_with_parts(repository, file)
+    if not main.parts:
+        return HubAnchor(place, main.path, FileSource(main.path, str(place)), main.sha256, repository.remarks)
+    source = ShardedSource(main.path, str(place), main.parts)
+    return HubAnchor(place, main.path, source, source.digest(), repository.remarks)
+
+
+def fetch_with_parts(repository: Repository, file: str) -> Fetched:
+    """Fetch a file, and if it is an index the files that it names."""
+    found = repository.fetch(file)
+    if not file.endswith(INDEX):
+        return found
+    names = parts_named(found.path, str(repository.address.at(repository.commit, file)))
+    return replace(found, parts={n: repository.fetch(str(PurePosixPath(file).with_name(n))).path for n in names})
+
+
+def peek(text: str) -> tuple[TensorSource, HubAddress] | None:
+    """Open what an address means without fetching it: by range requests, or from the cache where it is there whole.
+
+    Returns:
+        Its tensors, and where they are for good; None if it is no safetensors file, nor an index of such.
+
+    Raises:
+        HubError: if there is no such file, no anchor where none is named, or it cannot be had.
+        AnchorError: if the file is damaged.
+    """
+    repository = look_up(parse_address(text))
+    file = anchor_file(repository)
+    place = repository.address.at(repository.commit, file)
+    whole = look_into_cache(place)
+    where = repository if whole is None else replace(repository, files={**repository.files, **whole.files})
+
+    def part(name: str) -> TensorSource:
+        path = str(PurePosixPath(file).with_name(name))
+        if whole is not None and path in whole.files:
+            return FileSource(whole.fetch(path).path, f"{place.at(repository.commit, path)}")
+        if path not in where.files:
+            raise HubError(f"{place} names {path}, which is not in the repository. Don't use it")
+        return RemoteSource(place.at(repository.commit, path), where.files[path].size or 0)
+
+    if file.endswith(INDEX):
+        return JoinedSource(repository.fetch(file).path, str(place), part), place
+    return (part(PurePosixPath(file).name), place) if file.endswith(".safetensors") else None
+
+
+def pinned(text: str) -> str:
+    """Return the address of the anchor that this one means, at the commit that its revision is now.
+
+    Raises:
+        HubError: if there is none, or the Hub cannot be asked and it is not in the cache.
+    """
+    address = parse_address(text)
+    if address.is_pinned:
+        return str(address)
+    repository = look_up(address)
+    return str(repository.address.at(repository.commit, anchor_file(repository)))
+
+
+def has_anchor(repository: Repository) -> bool:
+    """Whether there is an anchor, or several, in a repository."""
+    return any(is_pushed(name) or name.endswith((f".{_FILE}", f".{_PARTS}")) for name in repository.files)
+
+
+def is_pushed(file: str) -> bool:
+    """Whether a file is called as `push` calls anchors."""
+    return PurePosixPath(file).name in (_FILE, _PARTS)
+
+
+def anchor_file(repository: Repository) -> str:
+    """Return the path of the file, or index, that is the anchor which an address means.
+
+    Raises:
+        HubError: if there is none, or several and the address does not say which.
+    """
+    asked = repository.address.file
+    if asked is not None and asked in repository.files:
+        return asked
+    within = "" if asked is None else f"{asked.rstrip('/')}/"
+    for name in (_FILE, _PARTS):
+        if within + name in repository.files:
+            return within + name
+    found = [
+        name
+        for name in sorted(repository.files)
+        if name.startswith(within) and name.endswith((f".{_FILE}", f".{_PARTS}"))
+    ]
+    if len(found) == 1:
+        return found[0]
+    where = repository.address.at(repository.commit)
+    if found:
+        raise HubError(f"{where} has several anchors ({few(found)}). Name one: {repository.address}/{found[0]}")
+    if asked is not None:
+        raise HubError(f"{where} is not there: the repository has {few(sorted(repository.files)) or 'no files'}")
+    hint = ""
+    if "config.json" in repository.files:
+        hint = (
+            f". It is a plain model; with its data, `ewc-ft consolidate hf:{repository.address.repository}` makes one"
+        )
+    elif any(name.endswith(".safetensors") for name in repository.files):
+        hint = f". If one of its files is an anchor, name it: {repository.address}/FILE"
+    raise HubError(f"there is no anchor in {where}{hint}")

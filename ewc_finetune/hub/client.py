@@ -1,0 +1,191 @@
+"""The Hub's own client, and what its errors mean: one sentence each, with what to do, and never a token in it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
+
+from ewc_finetune.errors import EwcError, HubError, StorageError
+from ewc_finetune.hub.address import HubAddress, redacted
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+T = TypeVar("T")
+
+_TROUBLE = (500, 502, 503, 504)
+# How often what failed for no fault of ours is tried again, and how long at most the Hub may have us wait in between.
+_TRIES = 4
+_LONGEST_WAIT = 60.0
+
+
+class UnreachableError(HubError):
+    """The Hub cannot be asked: no connection, it has trouble, or the user wants to stay offline."""
+
+
+def api() -> HfApi:
+    """Return the client, which takes HF_ENDPOINT, HF_TOKEN and the rest from the environment."""
+    from huggingface_hub import HfApi
+
+    return HfApi(library_name="ewc-finetune")
+
+
+def endpoint() -> str:
+    """Return the address of the Hub, for messages and links; without a password, should it have one."""
+    from huggingface_hub import constants
+
+    parts = urlsplit(constants.ENDPOINT)
+    return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "") + parts.path
+
+
+def is_offline() -> bool:
+    """Whether the user wants nothing sent (HF_HUB_OFFLINE)."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+@contextlib.contextmanager
+def hub_errors(address: HubAddress) -> Iterator[None]:
+    """Turn what the client raises into errors of ours, and keep its own warnings back.
+
+    Raises:
+        HubError: saying what is wrong with the repository, the revision, the file, the token or the connection.
+        StorageError: if the disk is full.
+    """
+    from huggingface_hub.utils import logging as client_logging
+
+    level = client_logging.get_verbosity()
+    client_logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    except EwcError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is told in our words
+        # Without its cause: that has addresses that are signed, and perhaps more.
+        raise _meaning(error, address) from None
+    finally:
+        client_logging.set_verbosity(level)
+
+
+def patiently(call: Callable[[], T]) -> T:
+    """Call, and again where the Hub asks to wait or has trouble; the client does that by itself for some calls only."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    wait = 0.5
+    for _ in range(_TRIES - 1):
+        try:
+            return call()
+        except HfHubHTTPError as error:
+            wait = min(2 * wait, _LONGEST_WAIT)
+            asked = asked_to_wait(error)
+            if error.response.status_code not in (*_TROUBLE, 429) or (asked or 0) > _LONGEST_WAIT:
+                raise
+            time.sleep(wait if asked is None else asked)
+    return call()
+
+
+def asked_to_wait(error: HfHubHTTPError) -> float | None:
+    """Return how many seconds the Hub says to wait."""
+    told = error.response.headers.get("Retry-After", "")
+    if told.isdecimal():
+        return float(told)
+    limit = re.search(r"\bt=(\d+)", error.response.headers.get("RateLimit", ""))
+    return float(limit[1]) + 1 if limit and error.response.status_code == 429 else None
+
+
+def _meaning(error: Exception, address: HubAddress) -> EwcError:
+    """Return the error of ours that one of the client's stands for."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        return _meaning(error.__cause__, address)
+    if isinstance(error, OSError) and error.errno is not None:
+        return _of_disk(error, address)
+    place = f"{endpoint()}/{address.repository}"
+    words = {"address": address, "repository": address.repository, "place": place}
+    for name, sentence in _OF_KIND.items():
+        if isinstance(error, getattr(errors, name)):
+            return HubError(sentence.format(**words, revision=address.revision or "main"))
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return HubError(_NOT_FOUND[has_token()].format(**words))
+    if isinstance(error, errors.HfHubHTTPError):
+        return _of_status(error, words)
+    return _of_connection(error, address)
+
+
+# The first of them that fits.
+_OF_KIND = {
+    "GatedRepoError": "{repository} is gated. Ask for access at {place}, and log in: hf auth login, or HF_TOKEN",
+    "RevisionNotFoundError": "{repository} has no revision {revision!r} (any more): no branch, tag or commit is called "
+    "that. See {place}/commits",
+    "DisabledRepoError": "{repository} has been disabled on the Hub. See {place}",
+    "RemoteEntryNotFoundError": "{address} is not there: the repository has no such file. See {place}/tree/main",
+}
+# Without and with a token: the Hub does not tell what may not be seen from what is not there.
+_NOT_FOUND = (
+    "there is no repository {repository} on the Hub, or it is private. Check the name; for a private one log in: hf "
+    "auth login, or HF_TOKEN",
+    "there is no repository {repository} on the Hub that your token may read. Check the name, and whether you have "
+    "access",
+)
+_OF_STATUS = {
+    401: "the Hub does not know who you are{told}. Log in again: hf auth login, or HF_TOKEN",
+    403: "the Hub does not allow this for {repository}{told}. Check what your token may do: {settings}",
+    409: "{repository} is at odds with another change{told}. Run the command again",
+    412: "somebody else has changed {repository} meanwhile. Run the command again",
+}
+
+
+def _of_status(error: HfHubHTTPError, words: Mapping[str, object]) -> HubError:
+    """Return the error of an answer that has a number and no kind of its own."""
+    status = error.response.status_code
+    said = redacted(str(error.server_message or "").strip().partition("\n")[0])[:200].rstrip(".")
+    told = f" ({said})" if said else ""
+    if status == 429:
+        wait = asked_to_wait(error)
+        until = f"in {wait:.0f} seconds" if wait else "in a few minutes"
+        return UnreachableError(f"the Hub has had too many requests (error 429){told}. Try again {until}")
+    if status in _TROUBLE:
+        return UnreachableError(f"the Hub has trouble (error {status}){told}. Try again later")
+    sentence = _OF_STATUS.get(status, "{address}: the Hub answered with error {status}{told}")
+    return HubError(sentence.format(**words, told=told, status=status, settings=f"{endpoint()}/settings/tokens"))
+
+
+def _of_connection(error: Exception, address: HubAddress) -> HubError:
+    """Return the error of what came to no answer at all."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    reason = f"{type(error).__name__}: {_first_line(error)}"
+    if isinstance(error, OfflineModeIsEnabled):
+        return UnreachableError("HF_HUB_OFFLINE is set")
+    if type(error).__module__.startswith("httpx"):
+        return UnreachableError(f"the Hub at {endpoint()} cannot be reached ({reason})")
+    return HubError(f"{address}: the Hub's client failed ({reason})")
+
+
+def _of_disk(error: OSError, address: HubAddress) -> StorageError:
+    """Return the error of a cache that cannot be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageError(f"{address} cannot be stored: the disk is full. Free some space, or set HF_HOME elsewhere")
+    return StorageError(f"{address} cannot be stored in {error.filename}: {error.strerror}. Set HF_HOME elsewhere")
+
+
+def has_token() -> bool:
+    """Whether the user is logged in, by HF_TOKEN or otherwise."""
+    from huggingface_hub import get_token
+
+    return get_token() is not None
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error says, without the signed part of addresses."""
+    text = redacted(str(error).strip().partition("\n")[0])
+    return re.sub(r"\?\S+", "?...", text)[:200] or "no reason given"

@@ -1,0 +1,193 @@
+"""A repository on the Hub at one commit: what is in it, and its files, each checked against what was promised."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ewc_finetune.errors import HubError
+from ewc_finetune.files import sha256
+from ewc_finetune.hub.address import HubAddress, is_commit
+from ewc_finetune.hub.client import UnreachableError, api, hub_errors, is_offline, patiently
+
+_DEFAULT_BRANCH = "main"
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What the Hub says of a file before it is fetched.
+
+    Attributes:
+        size: Its bytes; None where only the cache is asked.
+        sha256: Of a large file.
+        blob: Git's hash, of a small one.
+    """
+
+    size: int | None = None
+    sha256: str | None = None
+    blob: str | None = None
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A file that is on this machine now, as it was promised.
+
+    Attributes:
+        path: In the cache.
+        sha256: Of its bytes.
+        parts: Of an index, where the files are that it names.
+    """
+
+    path: Path
+    sha256: str
+    parts: Mapping[str, Path] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository at one commit.
+
+    Attributes:
+        address: As it was asked for.
+        commit: What its revision is.
+        files: What is in it, or of it in the cache, by path.
+        cached: Its folder in the cache, where the Hub was not asked.
+        remarks: What a reader should know.
+    """
+
+    address: HubAddress
+    commit: str
+    files: Mapping[str, Promise]
+    cached: Path | None = None
+    remarks: tuple[str, ...] = ()
+
+    def fetch(self, file: str) -> Fetched:
+        """Return a file, downloaded unless it is in the cache.
+
+        The client goes on by itself where a connection is cut; what it gives up leaves nothing behind.
+
+        Raises:
+            HubError: if it cannot be had, or is not what was promised.
+            StorageError: if it cannot be stored.
+        """
+        promise = self.files.get(file)
+        place = self.address.at(self.commit, file)
+        if promise is None:
+            raise HubError(f"{place} is not there: {self._contents()}")
+        path = self._download(file) if self.cached is None else self.cached / file
+        return Fetched(path, _checked(path, promise, place))
+
+    def _download(self, file: str) -> Path:
+        from huggingface_hub import hf_hub_download
+
+        # By its name first, which has the cache remember what the name stands for, should there be no connection later.
+        named = self.address.revision or _DEFAULT_BRANCH
+        with hub_errors(self.address.at(self.address.revision or self.commit, file)):
+            for revision in dict.fromkeys((named, self.commit)):
+                path = Path(
+                    patiently(
+                        lambda revision=revision: hf_hub_download(  # type: ignore[misc]
+                            self.address.repository, file, revision=revision, library_name="ewc-finetune"
+                        )
+                    )
+                )
+                if self.commit in path.parts:
+                    break
+        return path
+
+    def _contents(self) -> str:
+        shown = sorted(self.files)
+        return f"the repository has {', '.join(shown[:8])}" + (f" and {len(shown) - 8} more" if shown[8:] else "")
+
+
+def look_up(address: HubAddress) -> Repository:
+    """Find out what commit an address means and what is there: from the Hub, or without a connection from the cache.
+
+    Nothing is asked of the Hub for a file at a commit that is in the cache.
+
+    Raises:
+        HubError: if there is no such repository or revision, or it may not be read.
+        UnreachableError: if the Hub cannot be asked and it is not in the cache.
+    """
+    cached = look_into_cache(address)
+    if address.is_pinned and cached is not None and address.file in cached.files:
+        return cached
+    try:
+        with hub_errors(address):
+            found = patiently(
+                lambda: api().model_info(address.repository, revision=address.revision, files_metadata=True)
+            )
+    except UnreachableError as error:
+        if cached is None:
+            raise UnreachableError(f"{address} is not in the cache, and {error}") from None
+        if is_offline():
+            return cached
+        return replace(cached, remarks=(f"{address}: taken from the cache (commit {cached.commit[:12]}), for {error}",))
+    if found.sha is None or not is_commit(found.sha):
+        raise HubError(f"{address}: the Hub does not say what commit this is. Is HF_ENDPOINT that of a Hub?")
+    files = {
+        sibling.rfilename: Promise(
+            sibling.size, None if sibling.lfs is None else sibling.lfs["sha256"], sibling.blob_id
+        )
+        for sibling in found.siblings or ()
+    }
+    return Repository(address, found.sha, files)
+
+
+def look_into_cache(address: HubAddress) -> Repository | None:
+    """Return what the cache has of an address, by the layout that huggingface_hub documents."""
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE).expanduser() / f"models--{address.repository.replace('/', '--')}"
+    revision = address.revision or _DEFAULT_BRANCH
+    try:
+        commit = revision if is_commit(revision) else (folder / "refs" / revision).read_text().strip()
+    except OSError:
+        return None
+    snapshot = folder / "snapshots" / commit
+    if not is_commit(commit) or not snapshot.is_dir():
+        return None
+    files = {
+        path.relative_to(snapshot).as_posix(): _promised(path) for path in sorted(snapshot.rglob("*")) if path.is_file()
+    }
+    return Repository(address, commit, files, snapshot)
+
+
+def _promised(path: Path) -> Promise:
+    """Return what the cache knows of a file: it is a link to one that is named by its hash."""
+    name = path.resolve().name
+    if re.fullmatch(r"[0-9a-f]{64}", name):
+        return Promise(sha256=name)
+    return Promise(blob=name) if is_commit(name) else Promise()
+
+
+def _checked(path: Path, promise: Promise, place: HubAddress) -> str:
+    """Return the digest of a file, and remove it from the cache if it is not what was promised."""
+    found = sha256(path)
+    if promise.sha256 is not None:
+        kind, expected, own = "SHA-256", promise.sha256, found
+    elif promise.blob is not None:
+        kind, expected, own = "git hash", promise.blob, _git_hash(path)
+    else:
+        return found
+    if own != expected:
+        path.resolve().unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        raise HubError(
+            f"{place} is not what the Hub promised: its {kind} is {own}, and should be {expected}. It was taken out of "
+            "the cache; run the command again, and if it stays so, don't use it"
+        )
+    return found
+
+
+def _git_hash(path: Path) -> str:
+    """Return the hash by which git knows a file."""
+    digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
