@@ -1,4 +1,5 @@
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,22 @@ def ewc_ft(tmp_path, monkeypatch):
         return result
 
     return run
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A Hub of one's own that the real client talks to, here and in child processes, with the token of one user."""
+    from hub_server import TOKEN, USER, HubServer, forget_clients, point_client_at
+
+    # What the client says of its own uploads, which would be an error here.
+    warnings.filterwarnings("ignore", "Use 'content=<...>' to upload raw bytes/text content.", DeprecationWarning)
+    forget_clients()
+    with HubServer() as server:
+        server.add_user(USER, TOKEN)
+        point_client_at(server, tmp_path / "huggingface", monkeypatch)
+        yield server
+        forget_clients()
+    assert not server.errors, server.errors[0]
 
 
 class Small(nn.Module):
