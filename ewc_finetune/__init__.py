@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from ewc_finetune.verbs.finetune import Finetuned, finetune
     from ewc_finetune.verbs.inspect import Inspection, inspect
     from ewc_finetune.verbs.merge import merge
+    from ewc_finetune.verbs.pull import Pulled, pull
+    from ewc_finetune.verbs.push import Pushed, push
     from ewc_finetune.verbs.report import Report, report
     from ewc_finetune.verbs.sweep import Sweep, sweep
 
@@ -45,6 +47,8 @@ __all__ = [
     "Penalty",
     "Probe",
     "Provenance",
+    "Pulled",
+    "Pushed",
     "Report",
     "Retention",
     "Score",
@@ -59,6 +63,8 @@ __all__ = [
     "inspect",
     "measure",
     "merge",
+    "pull",
+    "push",
     "register_rule",
     "report",
     "sweep",
@@ -73,6 +79,8 @@ _HOMES = {
     "Penalty": "penalty",
     "Probe": "probe_file",
     "Provenance": "provenance",
+    "Pulled": "verbs.pull",
+    "Pushed": "verbs.push",
     "Retention": "probe",
     "Report": "verbs.report",
     "Score": "verbs.evaluate",
@@ -86,6 +94,8 @@ _HOMES = {
     "inspect": "verbs.inspect",
     "measure": "probe",
     "merge": "verbs.merge",
+    "pull": "verbs.pull",
+    "push": "verbs.push",
     "register_rule": "curvature.rules",
     "report": "verbs.report",
     "sweep": "verbs.sweep",

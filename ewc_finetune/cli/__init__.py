@@ -11,6 +11,8 @@ from ewc_finetune.cli.evaluate import evaluate
 from ewc_finetune.cli.finetune import finetune
 from ewc_finetune.cli.inspect import inspect
 from ewc_finetune.cli.merge import merge
+from ewc_finetune.cli.pull import pull
+from ewc_finetune.cli.push import push
 from ewc_finetune.cli.report import report
 from ewc_finetune.cli.sweep import sweep
 
@@ -28,6 +30,7 @@ def main() -> None:
     ewc-ft merge a.safetensors b.safetensors --output both.safetensors
     ewc-ft inspect both.safetensors
     ewc-ft report model-fmnist.run                    what came of it, on one page
+    ewc-ft push both.safetensors ORG/NAME             and others take --anchors hf://ORG/NAME
 
     DATA is mnist, fmnist, kmnist, cifar10, digits, imagefolder:PATH, images:PATH, npz:FILE, csv:FILE, hf:DATASET,
     text:FILE, generate:N or package.module:function, with options behind a question mark: split=train|test,
@@ -44,3 +47,5 @@ main.add_command(inspect)
 main.add_command(completion)
 main.add_command(report)
 main.add_command(sweep)
+main.add_command(push)
+main.add_command(pull)

@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TROUBLE = (500, 502, 503, 504)
-# How often what failed for no fault of ours is tried again, and how long at most the Hub may have us wait in between.
-_TRIES = 4
+_CUT_OFF = ("ReadError", "WriteError", "RemoteProtocolError")
+# Seconds before what failed for no fault of ours is tried again, and how long at most the Hub may have us wait.
+_WAITS = (1.0, 2.0, 4.0)
 _LONGEST_WAIT = 60.0
+# After so many seconds without an answer there is none.
+PATIENCE = 30.0
 
 
 class UnreachableError(HubError):
@@ -76,24 +79,33 @@ def hub_errors(address: HubAddress) -> Iterator[None]:
 
 
 def patiently(call: Callable[[], T]) -> T:
-    """Call, and again where the Hub asks to wait or has trouble; the client does that by itself for some calls only."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    wait = 0.5
-    for _ in range(_TRIES - 1):
+    """Call, and again where the Hub asks to wait, has trouble or is cut off, as the client does for some calls only."""
+    for wait in _WAITS:
         try:
             return call()
-        except HfHubHTTPError as error:
-            wait = min(2 * wait, _LONGEST_WAIT)
+        except Exception as error:
             asked = asked_to_wait(error)
-            if error.response.status_code not in (*_TROUBLE, 429) or (asked or 0) > _LONGEST_WAIT:
+            if not _may_pass(error) or (asked or 0) > _LONGEST_WAIT:
                 raise
             time.sleep(wait if asked is None else asked)
     return call()
 
 
-def asked_to_wait(error: HfHubHTTPError) -> float | None:
+def _may_pass(error: Exception) -> bool:
+    """Whether what failed may well succeed when it is tried again."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code in (*_TROUBLE, 429)
+    return type(error).__name__ in _CUT_OFF and type(error).__module__.startswith("httpx")
+
+
+def asked_to_wait(error: Exception) -> float | None:
     """Return how many seconds the Hub says to wait."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if not isinstance(error, HfHubHTTPError):
+        return None
     told = error.response.headers.get("Retry-After", "")
     if told.isdecimal():
         return float(told)
@@ -105,8 +117,9 @@ def _meaning(error: Exception, address: HubAddress) -> EwcError:
     """Return the error of ours that one of the client's stands for."""
     from huggingface_hub import errors
 
-    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-        return _meaning(error.__cause__, address)
+    wrapped = isinstance(error, (errors.LocalEntryNotFoundError, RuntimeError)) and error.__cause__
+    if isinstance(wrapped, Exception):
+        return _meaning(wrapped, address)
     if isinstance(error, OSError) and error.errno is not None:
         return _of_disk(error, address)
     place = f"{endpoint()}/{address.repository}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from pathlib import Path
 from ewc_finetune.errors import HubError
 from ewc_finetune.files import sha256
 from ewc_finetune.hub.address import HubAddress, is_commit
-from ewc_finetune.hub.client import UnreachableError, api, hub_errors, is_offline, patiently
+from ewc_finetune.hub.client import PATIENCE, UnreachableError, api, endpoint, hub_errors, is_offline, patiently
 
 _DEFAULT_BRANCH = "main"
 _BLOCK = 1 << 20
@@ -57,6 +58,7 @@ class Repository:
         files: What is in it, or of it in the cache, by path.
         cached: Its folder in the cache, where the Hub was not asked.
         remarks: What a reader should know.
+        private: Whether only some may see it, where the Hub was asked.
     """
 
     address: HubAddress
@@ -64,6 +66,12 @@ class Repository:
     files: Mapping[str, Promise]
     cached: Path | None = None
     remarks: tuple[str, ...] = ()
+    private: bool | None = None
+
+    @property
+    def page(self) -> str:
+        """The page that shows it."""
+        return f"{endpoint()}/{self.address.repository}"
 
     def fetch(self, file: str) -> Fetched:
         """Return a file, downloaded unless it is in the cache.
@@ -117,16 +125,27 @@ def look_up(address: HubAddress) -> Repository:
     if address.is_pinned and cached is not None and address.file in cached.files:
         return cached
     try:
-        with hub_errors(address):
-            found = patiently(
-                lambda: api().model_info(address.repository, revision=address.revision, files_metadata=True)
-            )
+        return look_up_now(address)
     except UnreachableError as error:
         if cached is None:
             raise UnreachableError(f"{address} is not in the cache, and {error}") from None
         if is_offline():
             return cached
         return replace(cached, remarks=(f"{address}: taken from the cache (commit {cached.commit[:12]}), for {error}",))
+
+
+def look_up_now(address: HubAddress) -> Repository:
+    """Do what `look_up` does, by asking the Hub alone.
+
+    Raises:
+        HubError: likewise.
+    """
+    with hub_errors(address):
+        found = patiently(
+            lambda: api().model_info(
+                address.repository, revision=address.revision, files_metadata=True, timeout=PATIENCE
+            )
+        )
     if found.sha is None or not is_commit(found.sha):
         raise HubError(f"{address}: the Hub does not say what commit this is. Is HF_ENDPOINT that of a Hub?")
     files = {
@@ -135,7 +154,7 @@ def look_up(address: HubAddress) -> Repository:
         )
         for sibling in found.siblings or ()
     }
-    return Repository(address, found.sha, files)
+    return Repository(address, found.sha, files, private=found.private)
 
 
 def look_into_cache(address: HubAddress) -> Repository | None:
@@ -171,7 +190,7 @@ def _checked(path: Path, promise: Promise, place: HubAddress) -> str:
     if promise.sha256 is not None:
         kind, expected, own = "SHA-256", promise.sha256, found
     elif promise.blob is not None:
-        kind, expected, own = "git hash", promise.blob, _git_hash(path)
+        kind, expected, own = "git hash", promise.blob, git_hash(path)
     else:
         return found
     if own != expected:
@@ -184,10 +203,11 @@ def _checked(path: Path, promise: Promise, place: HubAddress) -> str:
     return found
 
 
-def _git_hash(path: Path) -> str:
-    """Return the hash by which git knows a file."""
-    digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
-    with path.open("rb") as file:
+def git_hash(content: Path | bytes) -> str:
+    """Return the hash by which git knows a file, or what would be in it."""
+    size = content.stat().st_size if isinstance(content, Path) else len(content)
+    digest = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
+    with content.open("rb") if isinstance(content, Path) else io.BytesIO(content) as file:
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()

@@ -1,0 +1,36 @@
+"""`ewc-ft pull`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from ewc_finetune.cli.command import Command, printing_options
+
+if TYPE_CHECKING:
+    from ewc_finetune.cli.printer import Printer
+
+
+@click.command(cls=Command)
+@click.argument("place", metavar="hf://ORG/NAME[@REVISION][/FILE]")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(dir_okay=False),
+    help="The anchor.  [default: NAME.anchor.safetensors in this folder]",
+)
+@click.option("--overwrite", is_flag=True, help="Replace the output if it exists.")
+@printing_options
+def pull(place: str, output: str | None, overwrite: bool, printer: Printer) -> None:
+    """Fetch an anchor from the Hugging Face Hub for good.
+
+    It becomes the one file that was pushed, byte for byte, checked against the digests that the Hub promises. What is
+    in the client's cache is not fetched again. Commands that take anchors take hf://ORG/NAME too, without this one.
+    """
+    from ewc_finetune.verbs.pull import pull as run
+
+    found = run(place, output=output, overwrite=overwrite, progress=printer)
+    printer.note(f"{found.path}: {found.bytes:,} bytes, sha256 {found.digest}")
+    printer.note(f"from {found.place}")
+    printer.result(found.to_json())

@@ -1,0 +1,43 @@
+"""`ewc-ft push`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ewc_finetune.cli.command import Command, printing_options
+
+if TYPE_CHECKING:
+    from ewc_finetune.cli.printer import Printer
+
+
+@click.command(cls=Command)
+@click.argument("anchor", type=click.Path())
+@click.argument("repository", metavar="ORG/NAME")
+@click.option("--private", is_flag=True, help="If the repository is made, let nobody else see it.")
+@click.option("--revision", metavar="BRANCH", help="Push to this branch, made unless it is there.  [default: main]")
+@click.option("--create-pr", is_flag=True, help="Open a pull request instead of changing the branch.")
+@click.option("--message", metavar="TEXT", help="Of the commit.  [default: Anchor NAME]")
+@click.option("--license", metavar="ID", help="For the card, as the Hub calls it (apache-2.0).  [default: none]")
+@click.option(
+    "--probes/--no-probes",
+    default=None,
+    help="Whether the samples of data in the anchor go along; must be said if there are any.",
+)
+@click.option(
+    "--max-shard-size", metavar="SIZE", default="5GB", show_default=True, help="Cut a larger anchor into parts."
+)
+@printing_options
+def push(anchor: str, repository: str, printer: Printer, **options: Any) -> None:
+    """Put ANCHOR on the Hugging Face Hub, with a model card that says what it is and how to use it.
+
+    The repository is made unless it is there. Of a card that people have edited only our own section is renewed, and
+    where nothing has changed there is no commit. Log in first: hf auth login, or HF_TOKEN.
+    """
+    from ewc_finetune.verbs.push import push as run
+
+    done = run(anchor, repository, progress=printer, **options)
+    printer.note(f"{done.url}: {', '.join(done.changed)}" if done.changed else "nothing has changed: no commit")
+    printer.note(f"{done.place}: sha256 {done.digest}")
+    printer.result(done.to_json())

@@ -1,0 +1,221 @@
+"""`push`: an anchor to the Hub, with a card that says what it is."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ewc_finetune.anchor import Anchor, open_source, validate
+from ewc_finetune.checkpoint.hugging_face import HUB
+from ewc_finetune.errors import HubError, UsageError
+from ewc_finetune.figures import draw_importance
+from ewc_finetune.files import storage_errors
+from ewc_finetune.hub.address import HubAddress, is_address, parse_address
+from ewc_finetune.hub.anchor_files import STEM
+from ewc_finetune.hub.committing import changed_files, commit, make_repository
+from ewc_finetune.hub.repository import look_up_now
+from ewc_finetune.model_card import Published, updated_card
+from ewc_finetune.probe_file import bytes_of, describe, records_of
+from ewc_finetune.progress import Progress, Silent
+from ewc_finetune.provenance import Provenance
+from ewc_finetune.shards import INDEX, cut
+from ewc_finetune.verbs.inspect import Inspection, inspect
+
+# As the Hub shards models.
+LARGEST_SHARD = "5GB"
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_CARD = "README.md"
+_FIGURE = "importance.png"
+_PART = re.compile(rf"{STEM}-\d{{5}}-of-\d{{5}}\.safetensors")
+# How often it thinks again when somebody else was faster.
+_TRIES = 3
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What `push` did.
+
+    Attributes:
+        place: Where the anchor is now, at a commit.
+        url: A page that shows it: the repository's, or the pull request's.
+        digest: SHA-256 of the anchor.
+        changed: The files that the commit changed; none if there was nothing to commit.
+    """
+
+    place: HubAddress
+    url: str
+    digest: str
+    changed: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it in values that JSON has."""
+        return {"hub": str(self.place), "url": self.url, "sha256": self.digest, "changed": self.changed}
+
+
+def push(
+    anchor: Anchor | str | Path,
+    repository: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    create_pr: bool = False,
+    message: str | None = None,
+    license: str | None = None,  # noqa: A002 - what the Hub calls it
+    probes: bool | None = None,
+    max_shard_size: int | str = LARGEST_SHARD,
+    progress: Progress | None = None,
+) -> Pushed:
+    """Put an anchor on the Hub with a model card, in one commit; there is none where nothing has changed.
+
+    Of a card that is there already, only what this wrote before is renewed. Memory does not grow with an anchor that
+    is a file.
+
+    Args:
+        anchor: The anchor, or its file.
+        repository: `ORG/NAME`; made unless it is there.
+        private: Whether nobody else may see a repository that is made.
+        revision: The branch, made unless it is there; the default one unless given.
+        create_pr: Whether to open a pull request instead of changing the branch.
+        message: Of the commit.
+        license: What the card is to say of it, as the Hub calls it (`apache-2.0`).
+        probes: Whether the samples of data that are in the anchor go along; must be said if there are any.
+        max_shard_size: Bytes, or a text such as `5GB`, beyond which an anchor is cut into parts.
+        progress: Told what happens.
+
+    Raises:
+        UsageError: for an option that cannot be.
+        AnchorError: if the anchor cannot be used.
+        HubError: if the Hub does not allow it, or cannot be reached. The branch is then as it was.
+        StorageError: if there is no room for the parts.
+    """
+    progress = progress or Silent()
+    address = _target(repository, revision)
+    limit = parse_size(max_shard_size)
+    with TemporaryDirectory(prefix="ewc-ft-push-") as folder:
+        path = _as_file(anchor, probes, Path(folder), progress)
+        found = inspect(path)
+        source = open_source(path)
+        with storage_errors(Path(folder)):
+            files = (
+                [path]
+                if source.size <= limit and not path.name.endswith(INDEX)
+                else cut(source, Path(folder), STEM, limit)
+            )
+        names = {f"{STEM}.safetensors" if file == path else file.name: file for file in files}
+        place = Published(
+            address.repository,
+            address.revision,
+            list(names)[-1],
+            source.digest(),
+            _FIGURE,
+            license,
+            *_base_of(found.provenance),
+        )
+        if not create_pr:
+            make_repository(address, private)
+        for _ in range(_TRIES):
+            done = _push_once(address, names, found, place, Path(folder), message, create_pr, private, progress)
+            if done is not None:
+                return done
+    raise HubError(f"{address.repository} is changed by others again and again. Run the command again later")
+
+
+def _push_once(
+    address: HubAddress,
+    names: dict[str, Path],
+    found: Inspection,
+    place: Published,
+    folder: Path,
+    message: str | None,
+    create_pr: bool,
+    private: bool,
+    progress: Progress,
+) -> Pushed | None:
+    """Commit what the repository has not; None if somebody else was faster."""
+    there = look_up_now(address)
+    existing = there.fetch(_CARD).path.read_bytes().decode() if _CARD in there.files else None
+    card, remarks = updated_card(existing, found, place)
+    contents: dict[str, Path | bytes] = {**names, _CARD: card.encode()}
+    additions = changed_files(there, contents)
+    if additions.keys() & names or _FIGURE not in there.files:
+        name = found.provenance.name
+        draw_importance(folder / _FIGURE, found.provenance.importance, f"{name}: share of the curvature by layer")
+        additions |= changed_files(there, {_FIGURE: folder / _FIGURE})
+    deletions = [name for name in there.files if name not in names and _is_stale(name)]
+    done = None
+    if additions or deletions:
+        done = commit(there, additions, deletions, message or f"Anchor {found.provenance.name}", create_pr)
+        if done is None:
+            return None
+    for remark in remarks:
+        progress.note(remark)
+    if private and there.private is False:
+        progress.note(f"{address.repository} was there already, and is public; --private is for one that is made")
+    url = there.page if done is None else done.url
+    at = address.at(there.commit if done is None else done.hash, place.file)
+    return Pushed(at, url, place.digest, sorted([*additions, *deletions]))
+
+
+def _target(repository: str, revision: str | None) -> HubAddress:
+    """Return where an anchor is to go."""
+    address = parse_address(repository)
+    if address.file is not None or (address.revision is not None and revision is not None):
+        raise UsageError(f"{repository} should name a repository alone, ORG/NAME; the branch goes into --revision")
+    return HubAddress(address.repository, revision or address.revision)
+
+
+def parse_size(text: int | str) -> int:
+    """Return how many bytes a text such as `5GB` means.
+
+    Raises:
+        UsageError: if it means none.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?B)?\s*", str(text), re.IGNORECASE)
+    size = 0 if found is None else int(float(found[1]) * _UNITS[(found[2] or "B").upper()])
+    if size < 1:
+        raise UsageError(f"the size of a shard is {text!r}; expected a number of bytes, such as 5GB or 500MB")
+    return size
+
+
+def _as_file(anchor: Anchor | str | Path, probes: bool | None, folder: Path, progress: Progress) -> Path:
+    """Return a file with what is to be pushed: the anchor's own where nothing is to be left out of it."""
+    opened = anchor if isinstance(anchor, Anchor) else Anchor.open(anchor, digest=False)
+    for remark in opened.remarks:
+        progress.note(remark)
+    validate(opened)
+    held = [describe(*known) for known in zip(records_of(opened.probes), bytes_of(opened.probes), strict=True)]
+    if held and probes is None:
+        raise UsageError(
+            f"{opened.label} holds {' and '.join(held)}; say whether the Hub may have them: --probes or --no-probes"
+        )
+    if held and probes:
+        progress.note(f"the anchor holds {' and '.join(held)}: whoever may read the repository has them")
+    if held and not probes:
+        opened = opened.without_probes()
+        progress.note(
+            "the samples in the anchor were left out, so that what is pushed has another digest than the file"
+        )
+    elif not isinstance(anchor, Anchor) and opened.path is not None:
+        return opened.path
+    return Path(str(opened.save(folder / "whole.safetensors").path))
+
+
+def _base_of(origin: Provenance) -> tuple[str | None, str | None]:
+    """Return the Hub's name of the model that an anchor was made from, and its commit, if it came from there."""
+    file = origin.checkpoint.get("file") or ""
+    if is_address(file):
+        address = parse_address(file)
+    elif file.startswith(HUB):
+        repository, _, revision = file.removeprefix(HUB).partition("@")
+        address = HubAddress(repository, revision or None)
+    else:
+        return None, None
+    return address.repository, address.revision
+
+
+def _is_stale(name: str) -> bool:
+    """Whether a file is of an anchor that was pushed before in another number of parts."""
+    return name in (f"{STEM}.safetensors", f"{STEM}{INDEX}") or _PART.fullmatch(name) is not None
