@@ -158,7 +158,7 @@ def cut(source: LocalSource, folder: Path, stem: str, limit: int) -> list[Path]:
     Raises:
         AnchorError: if another tool wrote the anchor in a way that its parts would not lead back to.
     """
-    if len(source.header.bytes) + source.header.data <= limit:
+    if source.header.data <= limit:
         return [_write(folder / f"{stem}.safetensors", source.as_one_file())]
     if make_header(source.metadata, source.entries).bytes != source.header.bytes:
         raise AnchorError(

@@ -204,6 +204,21 @@ def is_anchor(place: str) -> bool:
     return found is not None and found[0].metadata.get("format") in (FORMAT, PART)
 
 
+def on_this_machine(model: str | Path) -> Path:
+    """Return the path of a checkpoint, or where it is once it is fetched from the Hub.
+
+    Raises:
+        HubError: if it cannot be had.
+    """
+    if not is_address(model):
+        return download(str(model))[0] if is_on_hub(model) else Path(model)
+    repository = look_up(parse_address(model))
+    address = repository.address
+    if address.file is None:
+        return download(f"{HUB}{address.repository}@{repository.commit}")[0]
+    return fetch_with_parts(repository, address.file).path
+
+
 def place_of(model: str | Path) -> Path:
     """Return the path that names what is made of a model or anchor: its own; for one on the Hub, in this folder."""
     if is_address(model):

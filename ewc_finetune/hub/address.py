@@ -16,6 +16,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Revisions with slashes of their own, which are not the end of them.
 _REFS = re.compile(r"refs/(?:pr/\d+|convert/[\w.-]+)(?=/|$)")
 _OTHER_KINDS = ("datasets", "spaces", "buckets", "kernels")
+# No part of a path.
+_NO_PARTS = ("", ".", "..")
 # What looks like a token of the Hub.
 _TOKEN = re.compile(r"\b(hf_|api_org_)[A-Za-z0-9]{6,}")
 
@@ -79,9 +81,12 @@ def parse_address(text: str) -> HubAddress:
     special = _REFS.match(behind)
     revision = special[0] if special else behind.partition("/")[0]
     file = behind[len(revision) :].removeprefix("/")
-    if not revision or any(not character.isprintable() or character == " " for character in revision):
-        raise UsageError(f"{shown!r} has no revision behind the @; expected {_FORM}")
-    return HubAddress(repository, unquote(revision), _file(file, shown))
+    revision = unquote(revision)
+    if not re.fullmatch(r"[^\s\\:?*\[~^\x00-\x1f\x7f]+", revision) or not set(revision.split("/")).isdisjoint(
+        _NO_PARTS
+    ):
+        raise UsageError(f"{shown!r} has no revision behind the @ that git could have; expected {_FORM}")
+    return HubAddress(repository, revision, _file(file, shown))
 
 
 def redacted(text: str) -> str:
@@ -99,7 +104,7 @@ def _file(text: str, shown: str) -> str | None:
     if not text:
         return None
     parts = text.split("/")
-    if any(part in ("", ".", "..") or "\\" in part or not part.isprintable() for part in parts):
+    if any(part in _NO_PARTS or "\\" in part or not part.isprintable() for part in parts):
         raise UsageError(f"{shown!r} names no file in a repository: {redacted(text)!r}. Expected {_FORM}")
     return text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import re
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ewc_finetune.errors import HubError
-from ewc_finetune.files import sha256
+from ewc_finetune.files import hidden, sha256
 from ewc_finetune.hub.address import HubAddress, is_commit
 from ewc_finetune.hub.client import PATIENCE, UnreachableError, api, endpoint, hub_errors, is_offline, patiently
 
@@ -92,20 +93,14 @@ class Repository:
     def _download(self, file: str) -> Path:
         from huggingface_hub import hf_hub_download
 
-        # By its name first, which has the cache remember what the name stands for, should there be no connection later.
-        named = self.address.revision or _DEFAULT_BRANCH
-        with hub_errors(self.address.at(self.address.revision or self.commit, file)):
-            for revision in dict.fromkeys((named, self.commit)):
-                path = Path(
-                    patiently(
-                        lambda revision=revision: hf_hub_download(  # type: ignore[misc]
-                            self.address.repository, file, revision=revision, library_name="ewc-finetune"
-                        )
+        with hub_errors(self.address.at(self.commit, file)):
+            return Path(
+                patiently(
+                    lambda: hf_hub_download(
+                        self.address.repository, file, revision=self.commit, library_name="ewc-finetune"
                     )
                 )
-                if self.commit in path.parts:
-                    break
-        return path
+            )
 
     def _contents(self) -> str:
         shown = sorted(self.files)
@@ -125,13 +120,16 @@ def look_up(address: HubAddress) -> Repository:
     if address.is_pinned and cached is not None and address.file in cached.files:
         return cached
     try:
-        return look_up_now(address)
+        found = look_up_now(address)
     except UnreachableError as error:
         if cached is None:
             raise UnreachableError(f"{address} is not in the cache, and {error}") from None
         if is_offline():
             return cached
         return replace(cached, remarks=(f"{address}: taken from the cache (commit {cached.commit[:12]}), for {error}",))
+
+    _remember(found)
+    return found
 
 
 def look_up_now(address: HubAddress) -> Repository:
@@ -157,11 +155,29 @@ def look_up_now(address: HubAddress) -> Repository:
     return Repository(address, found.sha, files, private=found.private)
 
 
-def look_into_cache(address: HubAddress) -> Repository | None:
-    """Return what the cache has of an address, by the layout that huggingface_hub documents."""
+def _remember(found: Repository) -> None:
+    """Have the cache know what a branch is now, as the client does, should there be no connection later."""
+    revision = found.address.revision or _DEFAULT_BRANCH
+    if is_commit(revision):
+        return
+    ref = _folder_of(found.address) / "refs" / revision
+    with contextlib.suppress(OSError):
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        temporary = hidden(ref, "tmp")
+        temporary.write_text(found.commit)
+        temporary.replace(ref)
+
+
+def _folder_of(address: HubAddress) -> Path:
+    """Return where the cache has a repository."""
     from huggingface_hub import constants
 
-    folder = Path(constants.HF_HUB_CACHE).expanduser() / f"models--{address.repository.replace('/', '--')}"
+    return Path(constants.HF_HUB_CACHE).expanduser() / f"models--{address.repository.replace('/', '--')}"
+
+
+def look_into_cache(address: HubAddress) -> Repository | None:
+    """Return what the cache has of an address, by the layout that huggingface_hub documents."""
+    folder = _folder_of(address)
     revision = address.revision or _DEFAULT_BRANCH
     try:
         commit = revision if is_commit(revision) else (folder / "refs" / revision).read_text().strip()

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from ewc_finetune.checkpoint.checkpoint import Record
 from ewc_finetune.checkpoint.hugging_face import HuggingFace
-from ewc_finetune.checkpoint.opening import globals_asked_for, load_checkpoint, open_checkpoint
+from ewc_finetune.checkpoint.opening import (
+    globals_asked_for,
+    is_on_hub,
+    load_checkpoint,
+    on_this_machine,
+    open_checkpoint,
+)
 from ewc_finetune.errors import ArchitectureError, CheckpointError, few
 from ewc_finetune.modes import normalisation_layers
 
@@ -21,7 +27,7 @@ class CheckpointInspection:
     """What `inspect` found in a checkpoint.
 
     Attributes:
-        file: The checkpoint.
+        file: The checkpoint; of one on the Hub, what it was called.
         bytes: Its size.
         format: What it is in.
         architecture: What its weights are of; None for one that brings its own program, or if it cannot be told.
@@ -34,7 +40,7 @@ class CheckpointInspection:
         remarks: What a reader should know of it.
     """
 
-    file: Path
+    file: Path | str
     bytes: int
     format: str
     architecture: str | None
@@ -84,7 +90,7 @@ def inspect_checkpoint(
     Raises:
         EwcError: naming what is wrong with the file.
     """
-    named, file = file, Path(file)
+    named, file = str(file) if is_on_hub(file) else Path(file), on_this_machine(file)
     unsafe = globals_asked_for(file) if file.is_file() else []
     try:
         checkpoint = load_checkpoint(named, trust_pickle=trust_pickle)
@@ -93,7 +99,7 @@ def inspect_checkpoint(
             raise
         size = file.stat().st_size
         reason = "not known, since it was not loaded"
-        return CheckpointInspection(file, size, "pickle", None, reason, {}, [], [], unsafe, Record(), ())
+        return CheckpointInspection(named, size, "pickle", None, reason, {}, [], [], unsafe, Record(), ())
     state: Mapping[str, Any] = checkpoint.state
     failed: str | None = None
     layers: list[str] = []
@@ -106,7 +112,7 @@ def inspect_checkpoint(
         architecture, failed = None, str(error)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     return CheckpointInspection(
-        file=file,
+        file=named,
         bytes=_size(checkpoint.folder if isinstance(checkpoint, HuggingFace) else file),
         format=checkpoint.format,
         architecture=architecture,

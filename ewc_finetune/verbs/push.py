@@ -26,7 +26,7 @@ from ewc_finetune.verbs.inspect import Inspection, inspect
 
 # As the Hub shards models.
 LARGEST_SHARD = "5GB"
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _CARD = "README.md"
 _FIGURE = "importance.png"
 _PART = re.compile(rf"{STEM}-\d{{5}}-of-\d{{5}}\.safetensors")
@@ -98,13 +98,11 @@ def push(
         path = _as_file(anchor, probes, Path(folder), progress)
         found = inspect(path)
         source = open_source(path)
-        with storage_errors(Path(folder)):
-            files = (
-                [path]
-                if source.size <= limit and not path.name.endswith(INDEX)
-                else cut(source, Path(folder), STEM, limit)
-            )
-        names = {f"{STEM}.safetensors" if file == path else file.name: file for file in files}
+        if source.header.data <= limit and not path.name.endswith(INDEX):
+            names = {f"{STEM}.safetensors": path}
+        else:
+            with storage_errors(Path(folder)):
+                names = {file.name: file for file in cut(source, Path(folder), STEM, limit)}
         place = Published(
             address.repository,
             address.revision,
