@@ -197,8 +197,7 @@ def _united(front: _Front, tags: Sequence[str], eol: str, where: str, remarks: l
 
 def _insert(text: str, node: Any, missing: Sequence[str], eol: str) -> str:
     """Write items at the end of a YAML list, or behind a key that has nothing."""
-    items = node.value or [None]
-    last = items[-1].end_mark.index if node.value else node.end_mark.index
+    last = (node.value[-1] if node.value else node).end_mark.index
     if getattr(node, "flow_style", False):
         at = last if node.value else last - 1
         return text[:at] + (", " if node.value else "") + ", ".join(missing) + text[at:]
