@@ -4,12 +4,16 @@ A safetensors file, format version 1. Tensors: `fisher.<parameter>` (float32), `
 `buffer.<name>` (as in the checkpoint), and `kfac.<layer>...` (see `block_file`). A parameter that is in none of
 `fisher.` and `kfac.` is free. If there are probes, `probe.<n>...` too (see `probe_file`). Metadata, text to text:
 `format`, `format_version`, and `anchor`, a JSON document with the fields of `Provenance`.
+
+Version 2, which is written only where it is needed: with `scale.<parameter>` (float32, shape `()`), the Fisher is its
+product with `fisher.<parameter>`, which is in half precision (see `curvature.storage`); and weights may be in files on
+the Hub that the provenance names (see `reference`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
@@ -28,6 +32,7 @@ from ewc_finetune.block_file import (
     sizes_of,
     to_tensors,
 )
+from ewc_finetune.curvature.storage import decode, encode
 from ewc_finetune.errors import AnchorError, NonFiniteError
 from ewc_finetune.files import atomic_write, sha256
 from ewc_finetune.hub.address import HubAddress, is_address
@@ -37,13 +42,14 @@ from ewc_finetune.probe_file import Probe, ProbeFile, check_probe
 from ewc_finetune.probe_file import records_of as records_of_probes
 from ewc_finetune.probe_file import to_tensors as probes_to_tensors
 from ewc_finetune.provenance import Provenance, read_provenance
+from ewc_finetune.reference import ReferringSource
 from ewc_finetune.shards import INDEX, PART, ShardedSource
 from ewc_finetune.tensor_file import TensorFile, shapes_of, write_tensors
 from ewc_finetune.tensor_source import FileSource, LocalSource, TensorSource
 
 FORMAT = "ewc-anchor"
-FORMAT_VERSION = 1
-_GROUPS = ("fisher.", "anchor.", "buffer.", "kfac.", "probe.")
+FORMAT_VERSION = 2
+_GROUPS = ("fisher.", "scale.", "anchor.", "buffer.", "kfac.", "probe.")
 
 
 @dataclass(frozen=True)
@@ -120,8 +126,9 @@ class Anchor:
 
     def write(self, temporary: Path, path: Path) -> Anchor:
         """Write a valid anchor into a temporary file, which is to be renamed to `path`; see `save`."""
-        tensors = {f"fisher.{name}": value.float() for name, value in self.fisher.items()}
-        tensors |= {f"anchor.{name}": value for name, value in self.weights.items()}
+        tensors = _stored_fisher(self.fisher, self.provenance)
+        elsewhere = (self.provenance.weights_reference or {}).get("tensors", ())
+        tensors |= {f"anchor.{name}": self.weights[name] for name in self.weights if name not in elsewhere}
         tensors |= {f"buffer.{name}": value for name, value in self.buffers.items()}
         tensors |= {f"kfac.{name}": value for name, value in to_tensors(self.blocks).items()}
         tensors |= {f"probe.{name}": value for name, value in probes_to_tensors(self.probes).items()}
@@ -130,7 +137,7 @@ class Anchor:
         )
         metadata = {
             "format": FORMAT,
-            "format_version": str(FORMAT_VERSION),
+            "format_version": str(provenance.format_version),
             "anchor": json.dumps(provenance.to_json(), sort_keys=True),
         }
         write_tensors(temporary, path, tensors, metadata)
@@ -190,14 +197,16 @@ class Anchor:
         where = source.label
         _check_format(source.metadata, where)
         provenance, unknown = read_provenance(source.metadata.get("anchor"), where)
+        if provenance.weights_reference is not None:
+            source = ReferringSource(source, provenance.weights_reference)
         unknown += [key for key in sorted(source.entries) if not key.startswith(_GROUPS) or key.endswith(".")]
-        factors = TensorFile(source, "kfac.", lambda n, t: check_factor(n, t, where))
+        factors = TensorFile(source, "kfac.", _checked(check_factor, where))
         records = {record["layer"]: record for record in provenance.kfac}
-        probed = TensorFile(source, "probe.", lambda n, t: None)  # which are checked together
+        probed = TensorFile(source, "probe.", lambda n, t: t)  # which are checked together
         anchor = cls(
-            weights=TensorFile(source, "anchor.", lambda n, t: check_weight(n, t, f"{where}: anchor.")),
-            fisher=TensorFile(source, "fisher.", lambda n, t: check_fisher(n, t, where)),
-            buffers=TensorFile(source, "buffer.", lambda n, t: check_buffer(n, t, f"{where}: buffer.")),
+            weights=TensorFile(source, "anchor.", _checked(check_weight, f"{where}: anchor.")),
+            fisher=TensorFile(source, "fisher.", lambda n, t: _read_fisher(n, t, source)),
+            buffers=TensorFile(source, "buffer.", _checked(check_buffer, f"{where}: buffer.")),
             provenance=provenance,
             path=path,
             place=place,
@@ -210,6 +219,40 @@ class Anchor:
             raise AnchorError(f"{where}: kfac.{unclaimed[0]} belongs to no layer that it names. Make the anchor again")
         _check_shapes(anchor)
         return anchor
+
+
+def _checked(check: Callable[[str, Tensor, str], None], where: str) -> Callable[[str, Tensor], Tensor]:
+    """Return what gives a tensor back once it is checked."""
+
+    def use(name: str, tensor: Tensor) -> Tensor:
+        check(name, tensor, where)
+        return tensor
+
+    return use
+
+
+def _stored_fisher(fisher: Mapping[str, Tensor], provenance: Provenance) -> dict[str, Tensor]:
+    """Return the tensors that a file has of a diagonal."""
+    if provenance.curvature_storage is None:
+        return {f"fisher.{name}": value.float() for name, value in fisher.items()}
+    tensors: dict[str, Tensor] = {}
+    for name, value in fisher.items():
+        stored, scale = encode(value.float(), provenance.curvature_storage["dtype"])
+        tensors |= {f"fisher.{name}": stored, f"scale.{name}": scale}
+    return tensors
+
+
+def _read_fisher(name: str, stored: Tensor, source: TensorSource) -> Tensor:
+    """Return a tensor of the diagonal from what the file has of it."""
+    key = f"scale.{name}"
+    if key in source.entries:
+        scale = source.read(key)
+        if scale.shape or not scale.is_floating_point() or not scale.isfinite() or scale <= 0:
+            raise AnchorError(f"{source.label}: {key} should be one number above 0. Make the anchor again")
+        if stored.is_floating_point():
+            stored = decode(stored, scale)
+    check_fisher(name, stored, source.label)
+    return stored
 
 
 def validate(anchor: Anchor) -> None:

@@ -45,6 +45,12 @@ KFAC_SUMS: tuple[KfacSum, ...] = get_args(KfacSum)
 KfacDtype = Literal["float16", "float32"]
 KFAC_DTYPES: tuple[KfacDtype, ...] = get_args(KfacDtype)
 
+CurvatureDtype = Literal["float32", "bfloat16", "float16"]
+CURVATURE_DTYPES: tuple[CurvatureDtype, ...] = get_args(CurvatureDtype)
+
+AnchorWeights = Literal["stored", "reference"]
+ANCHOR_WEIGHTS: tuple[AnchorWeights, ...] = get_args(AnchorWeights)
+
 NormStats = Literal["frozen", "update"]
 NORM_STATS: tuple[NormStats, ...] = get_args(NormStats)
 

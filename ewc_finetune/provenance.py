@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from ewc_finetune.choices import CURVATURES, KNOWN_ESTIMATORS, LIKELIHOODS
+from ewc_finetune.choices import CURVATURE_DTYPES, CURVATURES, KNOWN_ESTIMATORS, LIKELIHOODS
 from ewc_finetune.errors import AnchorError
 
 
@@ -52,6 +52,10 @@ class Provenance:
         classes: Names of the classes, where they are known.
         probes: Of each probe in the file (`probe_file.Probe`): the `data` and `split` that its inputs are of, how many
             `samples`, their `likelihood`, `layout` and `active` outputs (None: all), and the `seed` of their choice.
+        curvature_storage: Of a diagonal in half precision its `dtype`, and what that costs (`storage.Storage`); None in
+            float32.
+        weights_reference: Of weights that are not in the file but in a repository on the Hub: see `reference`. None if
+            all are in the file.
     """
 
     name: str
@@ -81,13 +85,21 @@ class Provenance:
     input: dict[str, Any] = field(default_factory=dict)
     classes: list[str] | None = None
     probes: list[dict[str, Any]] = field(default_factory=list)
+    curvature_storage: dict[str, Any] | None = None
+    weights_reference: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document: an anchor without probes has the one that it had before there were any."""
+        """Return the document: what came later and is not there is not in it, as before it came."""
         document = asdict(self)
-        if not self.probes:
-            del document["probes"]
+        for name in ("probes", "curvature_storage", "weights_reference"):
+            if not document[name]:
+                del document[name]
         return document
+
+    @property
+    def format_version(self) -> int:
+        """The oldest version of the format that has all of it."""
+        return 1 if self.curvature_storage is None and self.weights_reference is None else 2
 
 
 def read_provenance(text: str | None, path: str) -> tuple[Provenance, list[str]]:
@@ -231,6 +243,34 @@ def _is_lineage(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(i, dict) and _is_text_or_none(i.get("sha256")) for i in value)
 
 
+def _is_storage(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and value.get("dtype") in CURVATURE_DTYPES[1:]
+        and _is_number(value.get("error"))
+        and _is_count(value.get("raised"))
+    )
+
+
+def _is_reference(value: Any) -> bool:
+    files, tensors = (value.get("files"), value.get("tensors")) if isinstance(value, dict) else (None, None)
+    return value is None or (
+        _is_text(value.get("repository"))
+        and _is_text(value.get("revision"))
+        and isinstance(files, dict)
+        and all(isinstance(digest, str) for digest in files.values())
+        and isinstance(tensors, dict)
+        and all(
+            isinstance(known, dict)
+            and known.get("file") in files
+            and _is_text(known.get("name"))
+            and _is_text(known.get("dtype"))
+            and _is_shape(known.get("shape"))
+            for known in tensors.values()
+        )
+    )
+
+
 # What each field of the document must be, in code and in words.
 _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "created": (_is_text_or_none, "a time"),
@@ -263,4 +303,6 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         f"a list of objects, each with data, split, samples, a likelihood ({', '.join(LIKELIHOODS)}), layout, active "
         "and seed",
     ),
+    "curvature_storage": (_is_storage, f"an object with a dtype ({', '.join(CURVATURE_DTYPES)}), error and raised"),
+    "weights_reference": (_is_reference, "an object with repository, revision, files and tensors"),
 }

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ewc_finetune.errors import StorageError
-from ewc_finetune.tensor_source import TensorSource, bytes_of, header_text
+from ewc_finetune.tensor_source import TensorSource, header_text
 
 
 class TensorFile(Mapping[str, Tensor]):
@@ -25,7 +25,7 @@ class TensorFile(Mapping[str, Tensor]):
     Args:
         source: Where they are.
         prefix: What their names begin with.
-        check: Called with the name and every tensor that is read; raises if it cannot be used.
+        use: Called with the name and every tensor that is read; returns what is to be used of it, or raises.
         left_out: Rests of names that are not among them.
     """
 
@@ -33,12 +33,12 @@ class TensorFile(Mapping[str, Tensor]):
         self,
         source: TensorSource,
         prefix: str,
-        check: Callable[[str, Tensor], None],
+        use: Callable[[str, Tensor], Tensor],
         left_out: Collection[str] = (),
     ) -> None:
         self._source = source
         self._prefix = prefix
-        self._check = check
+        self._use = use
         self._left_out = frozenset(left_out)
 
     @cached_property
@@ -48,8 +48,9 @@ class TensorFile(Mapping[str, Tensor]):
 
     @cached_property
     def bytes(self) -> dict[str, int]:
-        """How many bytes each takes; none is read."""
-        return {name: bytes_of(self._source.entries[self._prefix + name]) for name in self._names}
+        """How many bytes each takes in the file; none is read."""
+        entries = {name: self._source.entries[self._prefix + name] for name in self._names}
+        return {name: entry.end - entry.start for name, entry in entries.items()}
 
     @cached_property
     def _names(self) -> list[str]:
@@ -60,14 +61,12 @@ class TensorFile(Mapping[str, Tensor]):
 
     def without(self, names: Collection[str]) -> TensorFile:
         """Return the same but for some names."""
-        return TensorFile(self._source, self._prefix, self._check, self._left_out | set(names))
+        return TensorFile(self._source, self._prefix, self._use, self._left_out | set(names))
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.shapes:
             raise KeyError(name)
-        tensor = self._source.read(self._prefix + name)
-        self._check(name, tensor)
-        return tensor
+        return self._use(name, self._source.read(self._prefix + name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)

@@ -163,8 +163,8 @@ def test_a_missing_file_and_a_plain_model(tmp_path):
 def test_a_newer_version_is_refused_by_name(tmp_path):
     path = tmp_path / "a.safetensors"
     make().save(path)
-    rewrite(path, format_version="2")
-    with pytest.raises(AnchorError, match=r"format version 2; this ewc-finetune reads up to 1\. Upgrade"):
+    rewrite(path, format_version="3")
+    with pytest.raises(AnchorError, match=r"format version 3; this ewc-finetune reads up to 2\. Upgrade"):
         Anchor.load(path)
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ewc_finetune.choices import DEVICES, KFAC_DTYPES
+from ewc_finetune.choices import CURVATURE_DTYPES, DEVICES, KFAC_DTYPES
 from ewc_finetune.errors import EwcError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -105,8 +105,15 @@ def dry_run_option(function: F) -> F:
 
 
 def storage_options(function: F) -> F:
-    """Add the options of every command that stores K-FAC blocks."""
+    """Add the options of every command that stores curvature."""
     for option in (
+        click.option(
+            "--curvature-dtype",
+            type=click.Choice(CURVATURE_DTYPES),
+            default=CURVATURE_DTYPES[0],
+            show_default=True,
+            help="Precision in which the diagonal is stored; what half precision costs is said.",
+        ),
         click.option(
             "--kfac-dtype",
             type=click.Choice(KFAC_DTYPES),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ewc_finetune.choices import CURVATURES, ESTIMATORS, KFAC_FORMS, LIKELIHOODS
+from ewc_finetune.choices import ANCHOR_WEIGHTS, CURVATURES, ESTIMATORS, KFAC_FORMS, LIKELIHOODS
 from ewc_finetune.cli.command import Command, common_options, dry_run_option, only_one, storage_options, trust_option
 
 if TYPE_CHECKING:
@@ -58,6 +58,13 @@ def _samples(text: str) -> int | str:
     help="What kfac does with several positions of a sample: take each for a sample (expand), or put them together.",
 )
 @storage_options
+@click.option(
+    "--anchor-weights",
+    type=click.Choice(ANCHOR_WEIGHTS),
+    default=ANCHOR_WEIGHTS[0],
+    show_default=True,
+    help="reference: leave out what a model on the Hub has anyway, at a commit, and have it fetched by its digest.",
+)
 @click.option(
     "--name", help="What to call the domain.  [default: the kind of data, or the file or folder that it is in]"
 )
@@ -122,6 +129,7 @@ def consolidate(
     empirical and batched estimators.
     """
     from ewc_finetune.cli.printer import importance_table
+    from ewc_finetune.curvature.storage import describe
     from ewc_finetune.verbs.consolidate import consolidate as run
     from ewc_finetune.verbs.consolidate import default_output
     from ewc_finetune.verbs.dry_run import dry_run as estimate
@@ -143,6 +151,13 @@ def consolidate(
         printer.note(
             f"{origin.estimator} Fisher of {origin.samples:,} samples; the standard error of its trace is "
             f"{origin.standard_error['trace']:.1%}"
+        )
+    if origin.curvature_storage is not None:
+        printer.note(describe(origin.curvature_storage))
+    if origin.weights_reference is not None:
+        printer.note(
+            f"{len(origin.weights_reference['tensors'])} of {len(anchor.weights)} weights are not in the anchor but in "
+            f"{origin.weights_reference['repository']} on the Hub"
         )
     printer.note(f"{path}: {origin.samples:,} samples, {path.stat().st_size:,} bytes, sha256 {anchor.digest}")
     printer.result(

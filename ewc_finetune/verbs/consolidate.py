@@ -19,13 +19,18 @@ from ewc_finetune.address import parse
 from ewc_finetune.anchor import Anchor, cpu_copy, validate
 from ewc_finetune.checkpoint.architecture import builds_by_itself
 from ewc_finetune.checkpoint.checkpoint import FROZEN
+from ewc_finetune.checkpoint.hub_weights import refer_to_hub
 from ewc_finetune.checkpoint.opening import open_model, place_of
 from ewc_finetune.choices import (
+    ANCHOR_WEIGHTS,
+    CURVATURE_DTYPES,
     CURVATURES,
     ESTIMATORS,
     KFAC_DTYPES,
     KFAC_FORMS,
+    AnchorWeights,
     Curvature,
+    CurvatureDtype,
     Estimator,
     KfacDtype,
     KfacForm,
@@ -34,6 +39,7 @@ from ewc_finetune.choices import (
 )
 from ewc_finetune.curvature.fisher import Fisher, compute_fisher
 from ewc_finetune.curvature.importance import importance_by_layer
+from ewc_finetune.curvature.storage import rounded
 from ewc_finetune.data.domain import Batch, Domain, Fingerprint
 from ewc_finetune.data.layout import Layout, feed
 from ewc_finetune.data.preprocessing import preprocessed
@@ -67,6 +73,8 @@ def consolidate(
     kfac_form: KfacForm = "expand",
     kfac_rank: Rank = "auto",
     kfac_dtype: KfacDtype = "float16",
+    curvature_dtype: CurvatureDtype = "float32",
+    anchor_weights: AnchorWeights = "stored",
     estimator: Estimator = "auto",
     draws: int = 1,
     samples: int | Literal["auto"] | None = None,
@@ -106,6 +114,10 @@ def consolidate(
             and the mean for all others. `auto` is 0.99, `full` keeps the factors whole; so does a share that takes half
             of the eigenvectors or more, for which the factor itself is smaller.
         kfac_dtype: In which the kept eigenvectors are stored.
+        curvature_dtype: In which the diagonal is stored; in half precision with a scale to each tensor, and what that
+            costs is recorded (`storage.Storage`).
+        anchor_weights: `reference` leaves the weights out that a model on the Hub has as they are, at its commit, in
+            safetensors: whoever uses the anchor fetches them from there, by their digest.
         estimator: Whose labels the Fisher uses; `exact` is the expectation over the model's own predictions, `sampled`
             draws from them. `auto` is exact for up to 32 outputs and sampled beyond.
         draws: How many labels `sampled` draws for each sample.
@@ -141,6 +153,8 @@ def consolidate(
         check_output(Path(output), overwrite, [model])
     check_choice("curvature", curvature, CURVATURES)
     check_choice("estimator", estimator, ESTIMATORS)
+    check_choice("curvature dtype", curvature_dtype, CURVATURE_DTYPES)
+    check_choice("anchor weights", anchor_weights, ANCHOR_WEIGHTS)
     _check_kfac(curvature, kfac_form, kfac_rank, kfac_dtype)
     _check_sampling(curvature, estimator, draws, samples, rtol)
     if type(probe) is not int or probe < 0:
@@ -157,6 +171,7 @@ def consolidate(
             f"{architecture} is a function, which no file may call: give --arch again with the anchor, or name "
             "a subclass of torch.nn.Module"
         )
+    reference = refer_to_hub(opened) if anchor_weights == "reference" else None
     domain = resolve_domain(data, "train", data_dir)
     likelihood = likelihood or opened.likelihood
     rule = domain.likelihood(get_likelihood(likelihood))
@@ -207,7 +222,7 @@ def consolidate(
                     note=progress.note,
                 )
         progress.note(found.path)
-        fisher = {n: value.float().cpu() for n, value in found.values.items()}
+        fisher, storage = rounded({n: value.float().cpu() for n, value in found.values.items()}, curvature_dtype)
         blocks = {block.layer: block.stored(kfac_rank, kfac_dtype) for block in found.blocks}
         provenance = Provenance(
             name=name or _name_of(domain),
@@ -242,6 +257,8 @@ def consolidate(
             input=layout.to_json(),
             head=opened.record.head if head is None else head,
             classes=opened.record.classes if domain.classes is None else list(domain.classes),
+            curvature_storage=None if storage is None else storage.to_json(),
+            weights_reference=reference,
         )
         anchor = Anchor(
             weights=cpu_copy(dict(opened.model.named_parameters())),

@@ -12,6 +12,7 @@ from torch import Tensor
 from ewc_finetune.anchor import Anchor, open_source
 from ewc_finetune.block_file import BlockFile, StoredBlock, stored_block
 from ewc_finetune.curvature.importance import LayerImportance, importance_by_layer
+from ewc_finetune.curvature.storage import describe as describe_storage
 from ewc_finetune.errors import AnchorError
 from ewc_finetune.figures import draw_importance, figure_format
 from ewc_finetune.files import check_output
@@ -86,6 +87,8 @@ class Inspection:
             ("checkpoint", " ".join(filter(None, (origin.checkpoint.get("file"), origin.checkpoint.get("sha256"))))),
             ("data", _data(origin)),
             ("curvature", _curvature(origin)),
+            ("stored as", "" if origin.curvature_storage is None else describe_storage(origin.curvature_storage)),
+            ("weights", _elsewhere(origin)),
             *(("probe", describe(probe, probe["bytes"])) for probe in self.probes),
             ("scores", ", ".join(f"{name} {value:.4f}" for name, value in sorted(origin.scores.items()))),
             ("classes", "" if origin.classes is None else ", ".join(origin.classes)),
@@ -173,6 +176,15 @@ def _kept(block: StoredBlock) -> str:
         + f", {factor.bytes:,} bytes"
         for side, factor in (("input", block.input), ("output", block.output))
     )
+
+
+def _elsewhere(origin: Provenance) -> str:
+    """Say which weights are not in the file, and where they are."""
+    record = origin.weights_reference
+    if record is None:
+        return ""
+    where = ", ".join(f"{file} (sha256 {digest})" for file, digest in record["files"].items())
+    return f"{len(record['tensors'])} of them in hf://{record['repository']}@{record['revision']}: {where}"
 
 
 def _blocks(layers: Collection[StoredBlock]) -> str:

@@ -18,10 +18,12 @@ from ewc_finetune.checkpoint.checkpoint import Record, check_ending, cpu_state
 from ewc_finetune.checkpoint.from_anchor import FromAnchor
 from ewc_finetune.checkpoint.opening import open_checkpoint
 from ewc_finetune.choices import (
+    CURVATURE_DTYPES,
     KFAC_DTYPES,
     KFAC_SUMS,
     LINEAGES,
     MERGED_HEADS,
+    CurvatureDtype,
     KfacDtype,
     KfacSum,
     Lineage,
@@ -29,6 +31,7 @@ from ewc_finetune.choices import (
     check_choice,
 )
 from ewc_finetune.curvature.importance import importance_by_layer
+from ewc_finetune.curvature.storage import Storage, rounded
 from ewc_finetune.errors import AnchorMismatchError, NonFiniteError, StorageError, UsageError
 from ewc_finetune.files import atomic_writes, check_output, storage_errors
 from ewc_finetune.kronecker import Block, Rank, check_rank
@@ -66,6 +69,7 @@ def merge(
     kfac_sum: KfacSum = "factors",
     kfac_rank: Rank = "auto",
     kfac_dtype: KfacDtype = "float16",
+    curvature_dtype: CurvatureDtype = "float32",
     probes: bool = True,
     name: str | None = None,
     output: str | Path | None = None,
@@ -97,6 +101,7 @@ def merge(
             `nearest` by the Frobenius norm, which may let a small anchor go (see `block_sum.sum_of`).
         kfac_rank: What is kept of its factors, as in `consolidate`, whatever was kept of the parents'.
         kfac_dtype: Likewise, in which precision.
+        curvature_dtype: In which the diagonal is stored, as in `consolidate`, whatever the parents' is.
         probes: Whether to keep the parents' probes, the samples of data in them; those of a parent with another last
             layer than the newest are left out anyway.
         name: What to call it; the parents' names joined by `+` unless given.
@@ -118,6 +123,7 @@ def merge(
     check_choice("kfac sum", kfac_sum, KFAC_SUMS)
     check_rank(kfac_rank)
     check_choice("kfac dtype", kfac_dtype, KFAC_DTYPES)
+    check_choice("curvature dtype", curvature_dtype, CURVATURE_DTYPES)
     given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
     if not given:
         raise UsageError("there is nothing to merge; name one anchor or more")
@@ -151,6 +157,10 @@ def merge(
             f"the blocks that stand for sums ({kfac_sum}) are off by up to {distances[worst]:.0%} ({worst}; Frobenius "
             "norm, relative to the sum's)"
         )
+    curvature, storage = rounded({n: value.float() for n, value in quadratic.curvature.items()}, curvature_dtype)
+    quadratic = replace(quadratic, curvature=curvature)
+    if storage is not None:
+        progress.note(storage.sentence)
     weights = _weights(parents, quadratic)
     merged = Anchor(
         weights=weights,
@@ -169,6 +179,7 @@ def merge(
                 "kfac_distance": distances,
             },
             _alike(parents, weights).provenance,
+            storage,
         ),
         blocks={block.layer: block for block, _ in quadratic.blocks},
         probes=_probes(parents, progress) if probes else (),
@@ -322,6 +333,7 @@ def _provenance(
     name: str | None,
     how: Mapping[str, Any],
     newest: Provenance,
+    storage: Storage | None,
 ) -> Provenance:
     origins = [anchor.provenance for anchor in anchors]
     held = {*quadratic.curvature, *quadratic.centre}
@@ -366,12 +378,13 @@ def _provenance(
         head=newest.head,
         input=newest.input,
         classes=newest.classes,
+        curvature_storage=None if storage is None else storage.to_json(),
     )
 
 
 def _known_of(anchor: Anchor) -> dict[str, Any]:
-    """Return the provenance of a parent, but for its probes, which are no longer its own."""
-    return replace(anchor.provenance, probes=[]).to_json()
+    """Return the provenance of a parent, but for its probes and where its weights were, which are not its own now."""
+    return replace(anchor.provenance, probes=[], weights_reference=None).to_json()
 
 
 def _probes(anchors: Sequence[Anchor], progress: Progress) -> tuple[Probe, ...]:
