@@ -568,6 +568,23 @@ def test_a_pull_that_is_cut(hub, pushed, anchor, tmp_path, after):
     assert not left_over()
 
 
+def test_an_anchor_of_which_some_parts_are_there(hub, anchor, offline, monkeypatch):
+    """What is whole stays, and the rest is fetched the next time."""
+    place = ewc.push(anchor, NAME, max_shard_size=700).place
+    hub.fail("GET /cdn/.*anchor-00002", status=404, times=None)
+    with pytest.raises(HubError):
+        ewc.Anchor.open(str(place))
+    hub.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        with pytest.raises(
+            UnreachableError, match=r"anchor-00002-of-00002.safetensors is not in the cache, and HF_HUB"
+        ):
+            ewc.Anchor.open(str(place))
+    assert ewc.Anchor.open(str(place)).digest == ewc.Anchor.open(anchor).digest
+    assert not hub.asked("GET /cdn/.*00001")
+
+
 def test_a_pull_that_fails_leaves_nothing(hub, pushed, anchor, tmp_path):
     hub.fail("GET /cdn/", status=404, times=None)
     with pytest.raises(HubError):

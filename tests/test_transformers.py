@@ -11,7 +11,6 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from huggingface_hub.utils import filter_repo_objects
 from PIL import Image
 from test_formats import Bomb
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -35,7 +34,16 @@ from ewc_finetune.checkpoint.opening import open_model
 from ewc_finetune.data.domain import as_domain
 from ewc_finetune.data.preprocessing import preprocessed
 from ewc_finetune.data.sources import load_domain
-from ewc_finetune.errors import AnchorError, ArchitectureError, CheckpointError, DataError, StorageError, UsageError
+from ewc_finetune.errors import (
+    AnchorError,
+    ArchitectureError,
+    CheckpointError,
+    DataError,
+    HubError,
+    StorageError,
+    UsageError,
+)
+from ewc_finetune.hub.client import UnreachableError
 from ewc_finetune.likelihood import IGNORED, PerToken
 from ewc_finetune.verbs.consolidate import default_output
 
@@ -346,14 +354,14 @@ def test_a_model_on_the_hub(tmp_path, monkeypatch):
     """From the cache, as it is without a connection."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(CheckpointError, match="hf:org/name is not in the cache .* and could not be downloaded"):
+    with pytest.raises(UnreachableError, match="hf://org/name is not in the cache, and HF_HUB_OFFLINE is set"):
         open_model("hf:org/name")
     cached = tmp_path / "models--org--name"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("0" * 40)
     saved(bert(), cached / "snapshots" / ("0" * 40))
     opened = open_model("hf:org/name")
-    assert (opened.file, opened.label) == ("hf:org/name", "hf:org/name")
+    assert opened.file == opened.label == f"hf:org/name@{'0' * 40}"
     data = reviews(tmp_path / "r.jsonl")
     monkeypatch.chdir(tmp_path)
     assert str(default_output("hf:org/name@v1")) == "name.anchor.safetensors"
@@ -751,14 +759,29 @@ def test_padding_has_no_part_in_the_factors(tmp_path, form):
             torch.testing.assert_close(one.matrix(), two.matrix(), rtol=1e-3, atol=1e-4 * float(one.matrix().max()))
 
 
-def test_what_is_downloaded(tmp_path, monkeypatch):
+def test_what_is_downloaded(hub):
     """Folders within travel along; weights of other kinds would be for nothing."""
     names = ["config.json", "model.safetensors", "pytorch_model.bin", "tf_model.h5", "1_Pooling/config.json"]
     names += ["onnx/model.onnx", "2_Dense/model.safetensors"]
-    asked = {}
-    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda *_, **__: names)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **found: asked.update(found) or str(tmp_path))
-    assert download("hf:org/name@v1") == tmp_path
-    kept = list(filter_repo_objects(names, ignore_patterns=asked["ignore_patterns"]))
-    assert kept == ["config.json", "model.safetensors", "1_Pooling/config.json"]
-    assert asked["revision"] == "v1"
+    hub.create("org/name")
+    commit = hub.put("org/name", dict.fromkeys(names, b"x")).oid
+    folder, pinned = download("hf:org/name@main")
+    assert pinned == f"hf:org/name@{commit}"
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert found == {".gitattributes", "config.json", "model.safetensors", "1_Pooling/config.json"}
+
+
+def test_a_model_on_the_hub_is_used_at_its_commit(hub, tmp_path, monkeypatch):
+    """And that is what the run says, so that it can be repeated."""
+    monkeypatch.chdir(tmp_path)
+    hub.create("org/name")
+    files = {path.name: path for path in saved(bert(), tmp_path / "m").iterdir()}
+    commit = hub.put("org/name", files).oid
+    data = reviews(tmp_path / "r.jsonl")
+    for name in ("hf:org/name", "hf://org/name"):
+        ewc.finetune(name, data, epochs=0, output="out", eval_on=[], overwrite=True)
+        document = json.loads((tmp_path / "out.run" / "run.json").read_text())
+        assert document["options"]["model"].partition("@")[2] == commit
+        assert document["found"]["model"] == f"hf:org/name@{commit}"
+    with pytest.raises(HubError, match=r"there is no repository org/none on the Hub"):
+        open_model("hf:org/none")

@@ -85,6 +85,11 @@ class Repository:
         """
         promise = self.files.get(file)
         place = self.address.at(self.commit, file)
+        if promise is None and self.cached is not None:  # which may have some of a commit's files
+            try:
+                return look_up_now(place).fetch(file)
+            except UnreachableError as error:
+                raise UnreachableError(f"{place} is not in the cache, and {error}") from None
         if promise is None:
             raise HubError(f"{place} is not there: {self._contents()}")
         path = self._download(file) if self.cached is None else self.cached / file
