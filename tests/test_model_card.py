@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 
 import ewc_finetune as ewc
 from ewc_finetune import Anchor, Provenance
-from ewc_finetune.card_section import BEGIN, END, code, without_folders
 from ewc_finetune.checkpoint.checkpoint import FROZEN
-from ewc_finetune.errors import AnchorError, StorageError, UsageError
-from ewc_finetune.model_card import TAGS, Published, section, updated_card
+from ewc_finetune.errors import AnchorError, HubError, UsageError
+from ewc_finetune.model_card.card import updated_card
+from ewc_finetune.model_card.front_matter import TAGS
+from ewc_finetune.model_card.published import Published
+from ewc_finetune.model_card.section import BEGIN, END, section
+from ewc_finetune.model_card.text import code, without_folders
 from ewc_finetune.probe_file import Probe
 from ewc_finetune.provenance import read_provenance
 from ewc_finetune.verbs.inspect import inspect
@@ -344,13 +347,24 @@ def test_other_opinions_stay_and_are_told(found):
 
 
 @pytest.mark.parametrize(
-    "front", ["tags: ewc\n", "x: &t [a]\ntags: *t\n", "{license: mit}\n", "tags: ~\n", "tags:\n- |\n  block\n"]
-)
+    "front",
+    [
+        "tags: ewc\n", "x: &t [a]\ntags: *t\n", "{license: mit}\n", "tags: ~\n", "tags:\n- |\n  block\n",
+        "x: &t {tags: [a]}\n<<: *t\n", "~\n",
+    ],
+)  # fmt: skip
 def test_front_matter_that_cannot_be_edited_safely_is_left(found, front):
     new, remarks = updated_card(f"---\n{front}---\nText\n", found, PLACE)
     assert new.startswith(f"---\n{front}")
     assert any("cannot edit safely; add tags: [" in remark for remark in remarks)
-    assert yaml.safe_load(front).items() <= front_matter(new).items()
+    assert (yaml.safe_load(front) or {}).items() <= (front_matter(new) or {}).items()
+
+
+def test_front_matter_that_holds_itself_is_left(found):
+    card, remarks = updated_card("---\nx: &x [*x]\n---\nText\n", found, PLACE)
+    assert card.startswith("---\nx: &x [*x]\n---\nText\n")
+    assert all("cannot edit safely" in remark for remark in remarks)
+    assert len(remarks) == 3
 
 
 @pytest.mark.parametrize(
@@ -359,7 +373,7 @@ def test_front_matter_that_cannot_be_edited_safely_is_left(found, front):
         ("---\nlicense: [mit\n---\nText\n", "no valid YAML"),
         ("---\nlicense: \x07\n---\nText\n", "no valid YAML"),
         ("---\ndate: 2024-99-99\n---\nText\n", "no valid YAML"),
-        (f"---\nx: {'[' * 5000}\n---\nText\n", "no valid YAML"),
+        (f"---\nx: {'[' * 1000}\n---\nText\n", "no valid YAML"),
         ("---\n- a\n- b\n---\nText\n", "no list of keys"),
         ("---\njust text\n---\nText\n", "no list of keys"),
         ("---\nlicense: mit\n\n# Title\n", "no other line --- ends it"),
@@ -367,7 +381,7 @@ def test_front_matter_that_cannot_be_edited_safely_is_left(found, front):
     ],
 )
 def test_damaged_front_matter_is_an_error(found, card, message):
-    with pytest.raises(StorageError, match=message):
+    with pytest.raises(HubError, match=message):
         updated_card(card, found, PLACE)
 
 
@@ -383,7 +397,7 @@ def test_only_our_section_is_replaced(found):
 
 @pytest.mark.parametrize("marks", [BEGIN, END, END + BEGIN, BEGIN + END + END, BEGIN + BEGIN + END, (BEGIN + END) * 2])
 def test_marks_that_are_no_pair_are_an_error(found, marks):
-    with pytest.raises(StorageError, match=r"expected each once, in this order.*nothing was changed"):
+    with pytest.raises(HubError, match=r"expected each once, in this order.*nothing was changed"):
         updated_card(f"Text\n{marks}\nmore\n", found, PLACE)
 
 
@@ -404,7 +418,7 @@ FRONTS = st.none() | KEYS.flatmap(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(bom=st.sampled_from(["", "\ufeff"]), front=FRONTS, eol=st.sampled_from(["\n", "\r\n"]), body=BODIES)
 def test_peoples_text_survives_and_a_second_time_changes_nothing(found, bom, front, eol, body):
     head = "" if front is None else f"---\n{front}---\n".replace("\n", eol)
@@ -442,7 +456,7 @@ PIECES = st.sampled_from(
 def test_any_text_is_refused_or_kept(found, start, pieces):
     try:
         new, remarks = updated_card(start + "".join(pieces), found, PLACE)
-    except StorageError:
+    except HubError:
         return
     assert updated_card(new, found, PLACE) == (new, remarks)
 
@@ -519,7 +533,7 @@ ORIGINS = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(origin=ORIGINS)
 def test_a_hostile_anchor_cannot_get_out_of_its_place(found, origin):
     """What an anchor says ends up in code spans: no HTML, link, heading, row or cell of a table comes from it."""

@@ -17,7 +17,8 @@ from ewc_finetune.hub.address import HubAddress, is_address, parse_address
 from ewc_finetune.hub.anchor_files import STEM
 from ewc_finetune.hub.committing import changed_files, commit, make_repository
 from ewc_finetune.hub.repository import look_up_now
-from ewc_finetune.model_card import Published, updated_card
+from ewc_finetune.model_card.card import updated_card
+from ewc_finetune.model_card.published import Published
 from ewc_finetune.probe_file import bytes_of, describe, records_of
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.provenance import Provenance
@@ -88,7 +89,8 @@ def push(
     Raises:
         UsageError: for an option that cannot be.
         AnchorError: if the anchor cannot be used.
-        HubError: if the Hub does not allow it, or cannot be reached. The branch is then as it was.
+        HubError: if the Hub does not allow it, or cannot be reached, or the card that is there has marks or front
+            matter that cannot be read. The branch is then as it was.
         StorageError: if there is no room for the parts.
     """
     progress = progress or Silent()
