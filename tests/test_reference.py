@@ -116,7 +116,12 @@ def test_models_of_transformers(hub, tmp_path, ewc_ft):
         assert all(torch.equal(value, read.weights[key]) for key, value in whole.weights.items())
         assert (len(read.provenance.weights_reference["files"]) > 1) == bool(options)
         card = ewc.push(read.path, f"someone/{name}")
-        assert f"lab/{name}" in hub.read(f"someone/{name}", "README.md").decode()
+        text = hub.read(f"someone/{name}", "README.md").decode()
+        commit = hub.commits(f"lab/{name}")[0].oid
+        assert f"base_model: lab/{name}\n" in text
+        assert f"[`lab/{name}`](https://huggingface.co/lab/{name}) at revision [`{commit[:12]}`]" in text
+        assert "What they are is not in the file: they are fetched from `model" in text
+        assert "diagonal in float16, off by" in text
         assert card.place.repository == f"someone/{name}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
+from ewc_finetune.curvature.storage import describe
 from ewc_finetune.model_card.published import Published
 from ewc_finetune.model_card.text import (
     code,
@@ -57,6 +58,7 @@ def facts(found: Inspection, place: Published) -> str:
         ("Classes", f"{len(origin.classes):,}: {some(origin.classes, most=_CLASSES)}" if origin.classes else ""),
         ("Scores of the model on the data", _scores(origin.scores)),
         ("Curvature", _curvature(found)),
+        ("Stored as", "" if origin.curvature_storage is None else describe(origin.curvature_storage)),
         ("Estimator", _estimator(origin)),
         ("Samples", _samples(origin)),
         ("Likelihood", _LIKELIHOODS.get(origin.likelihood) or code(origin.likelihood)),
@@ -92,7 +94,12 @@ def _architecture(origin: Provenance) -> str:
 def _weights(found: Inspection) -> str:
     every, singly = found.tensors["anchor"]["numbers"], found.tensors["fisher"]["numbers"]
     held = singly + found.in_blocks
-    return f"{every:,}, " + ("all of them held" if held == every else f"of which {held:,} are held and the others free")
+    text = f"{every:,}, " + ("all of them held" if held == every else f"of which {held:,} are held and the others free")
+    elsewhere = found.provenance.weights_reference
+    if elsewhere is None:
+        return text
+    files = some(sorted(elsewhere["files"]))
+    return f"{text}. What they are is not in the file: they are fetched from {files} of the base model, and checked"
 
 
 def _data(data: Mapping[str, Any]) -> str:

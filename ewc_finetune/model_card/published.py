@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ewc_finetune.hub.address import HubAddress
 from ewc_finetune.model_card.text import HUB_NAME, REVISION
 
 
@@ -34,7 +35,7 @@ class Published:
     @property
     def address(self) -> str:
         """How `--anchors` names it."""
-        return f"hf://{self.repository}" + (f"@{self.revision}" if self.revision else "")
+        return str(HubAddress(self.repository, self.revision))
 
     @property
     def base(self) -> tuple[str, str]:

@@ -164,7 +164,7 @@ def _target(repository: str, revision: str | None) -> HubAddress:
     address = parse_address(repository)
     if address.file is not None or (address.revision is not None and revision is not None):
         raise UsageError(f"{repository} should name a repository alone, ORG/NAME; the branch goes into --revision")
-    return HubAddress(address.repository, revision or address.revision)
+    return parse_address(str(HubAddress(address.repository, revision or address.revision)))
 
 
 def parse_size(text: int | str) -> int:
