@@ -744,6 +744,32 @@ def test_the_token_is_never_shown(hub, anchor, ewc_ft, tmp_path, caplog):
     assert not [text for text in said if TOKEN in text]
 
 
+@pytest.mark.slow
+def test_the_round_trip_of_the_readme(hub, anchor, tmp_path):
+    """Its commands as they stand, but for logging in and the data."""
+    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    (block,) = [part for part in text.split("```")[1::2] if "ewc-ft push" in part]
+    lines = [line for line in block.strip().splitlines() if not line.startswith("hf ")]
+    assert [line.split()[:2] for line in lines[:4]] == [
+        ["ewc-ft", "push"], ["ewc-ft", "inspect"], ["ewc-ft", "pull"], ["cmp", "model.anchor.safetensors"]
+    ]  # fmt: skip
+    anchor.rename(tmp_path / "model.anchor.safetensors")
+    np.savez(tmp_path / "fmnist.npz", x=torch.randn(6, 4, dtype=torch.float64).numpy(), y=np.arange(6) % 3)
+    script = "\n".join(lines).replace("YOU/", "someone/")
+    script = script.replace(
+        "--data fmnist", "--arch conftest:Small --data npz:fmnist.npz --epochs 1 --eval npz:fmnist.npz"
+    )
+    script += "\ncmp first.pt again.pt"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(
+        ["bash", "-euxc", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert hub.repos["someone/mnist-anchor"].private
+    assert TOKEN not in done.stderr + done.stdout
+
+
 # Addresses.
 
 
