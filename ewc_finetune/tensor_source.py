@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -259,6 +260,11 @@ def _whole(numbers: Any) -> tuple[int, ...]:
 
 def bytes_of(entry: Entry) -> int:
     """Return how many bytes a tensor takes."""
-    # F32, BF16, I64, F8_E4M3, BOOL, ...: the bits are the first number of the name.
-    bits = re.search(r"\d+", entry.kind)
-    return torch.Size(entry.shape).numel() * (int(bits[0]) if bits else 8) // 8
+    return math.prod(entry.shape) * _bits(entry.kind) // 8
+
+
+@cache
+def _bits(kind: str) -> int:
+    """Return how many bits a number takes: the first number in F32, BF16, I64, F8_E4M3; BOOL has none, and a byte."""
+    found = re.search(r"\d+", kind)
+    return int(found[0]) if found else 8
