@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ewc_finetune.anchor import cpu_copy
-from ewc_finetune.checkpoint.hugging_face import HUB, HuggingFace
+from ewc_finetune.checkpoint.hugging_face import HUB, HuggingFace, address_of
 from ewc_finetune.checkpoint.opening import Opened
 from ewc_finetune.errors import UsageError
 from ewc_finetune.hub.address import HubAddress, is_address, parse_address
@@ -48,6 +49,5 @@ def _place_of(opened: Opened) -> HubAddress | None:
     if is_address(checkpoint.label):
         return parse_address(checkpoint.label)
     if isinstance(checkpoint, HuggingFace) and checkpoint.label.startswith(HUB):
-        repository, _, commit = checkpoint.label.removeprefix(HUB).partition("@")
-        return HubAddress(repository, commit, checkpoint.file.name)
+        return replace(address_of(checkpoint.label), file=checkpoint.file.name)
     return None

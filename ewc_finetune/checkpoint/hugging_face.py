@@ -305,6 +305,12 @@ def weights_file(folder: Path, label: str) -> Path:
     raise CheckpointError(f"{label} has no weights: expected one of {', '.join(_WEIGHTS)} beside config.json")
 
 
+def address_of(name: str) -> HubAddress:
+    """Return the repository that a model's name, `hf:org/name@revision`, means."""
+    repository, _, revision = name.removeprefix(HUB).partition("@")
+    return HubAddress(repository, revision or None)
+
+
 def download(name: str) -> tuple[Path, str]:
     """Return the folder of a model on the Hub, `hf:org/name@revision`, downloaded unless it lies in the cache.
 
@@ -315,9 +321,9 @@ def download(name: str) -> tuple[Path, str]:
     """
     from huggingface_hub import snapshot_download
 
-    repository, _, revision = name.removeprefix(HUB).partition("@")
-    found = look_up(HubAddress(repository, revision or None))
-    pinned = f"{HUB}{repository}@{found.commit}"
+    address = address_of(name)
+    found = look_up(address)
+    pinned = f"{HUB}{address.repository}@{found.commit}"
     if found.cached is not None:
         return found.cached, pinned
     # What `save` would leave behind anyway; other folders travel along.
@@ -336,7 +342,7 @@ def download(name: str) -> tuple[Path, str]:
     if any(file.endswith(".safetensors") for file in found.files):
         stale.append("*.bin")
     with hub_errors(found.address):
-        folder = snapshot_download(repository, revision=revision or None, ignore_patterns=stale)
+        folder = snapshot_download(address.repository, revision=found.commit, ignore_patterns=stale)
     return Path(folder), pinned
 
 

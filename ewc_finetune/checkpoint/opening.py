@@ -18,7 +18,7 @@ from ewc_finetune.checkpoint.checkpoint import Checkpoint, Record
 from ewc_finetune.checkpoint.detection import detect
 from ewc_finetune.checkpoint.exported import Exported
 from ewc_finetune.checkpoint.from_anchor import FromAnchor
-from ewc_finetune.checkpoint.hugging_face import HUB, HuggingFace, download, purpose_of, weights_file
+from ewc_finetune.checkpoint.hugging_face import HUB, HuggingFace, address_of, download, purpose_of, weights_file
 from ewc_finetune.checkpoint.onnx_file import Onnx
 from ewc_finetune.checkpoint.pickled import Pickled
 from ewc_finetune.checkpoint.safetensors_file import SafetensorsFile
@@ -226,7 +226,7 @@ def place_of(model: str | Path) -> Path:
         named = address.repository if address.file is None or is_pushed(address.file) else address.file
         return Path(named.rpartition("/")[2])
     if is_on_hub(model):
-        return Path(str(model).removeprefix(HUB).partition("@")[0].rpartition("/")[2])
+        return Path(address_of(str(model)).repository.rpartition("/")[2])
     return Path(model)
 
 

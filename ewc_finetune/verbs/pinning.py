@@ -8,8 +8,8 @@ from typing import TypeVar
 from torch import nn
 
 from ewc_finetune.anchor import Anchor
-from ewc_finetune.checkpoint.hugging_face import HUB
-from ewc_finetune.hub.address import HubAddress, is_address, is_commit, parse_address
+from ewc_finetune.checkpoint.hugging_face import HUB, address_of
+from ewc_finetune.hub.address import is_address, is_commit, parse_address
 from ewc_finetune.hub.anchor_files import pinned
 from ewc_finetune.hub.repository import look_up
 
@@ -36,7 +36,7 @@ def pinned_model(model: M) -> M | str:
         address = parse_address(model)
         return str(address if is_commit(address.revision or "") else address.at(look_up(address).commit))
     if isinstance(model, str) and model.startswith(HUB):
-        repository, _, revision = model.removeprefix(HUB).partition("@")
-        if not is_commit(revision):
-            return f"{HUB}{repository}@{look_up(HubAddress(repository, revision or None)).commit}"
+        address = address_of(model)
+        if not is_commit(address.revision or ""):
+            return f"{HUB}{address.repository}@{look_up(address).commit}"
     return model

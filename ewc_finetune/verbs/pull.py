@@ -59,6 +59,7 @@ def pull(
     address = place if place.startswith(SCHEME) else SCHEME + place
     path = default_output(address) if output is None else Path(output)
     check_output(path, overwrite)
+    progress.note(f"fetching {address}")
     found = fetch_anchor(address)
     for remark in Anchor.of_hub(found).remarks:
         progress.note(remark)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from ewc_finetune.anchor import Anchor, open_source, validate
-from ewc_finetune.checkpoint.hugging_face import HUB
-from ewc_finetune.errors import HubError, UsageError
+from ewc_finetune.checkpoint.hugging_face import HUB, address_of
+from ewc_finetune.errors import HubError, UsageError, few
 from ewc_finetune.figures import draw_importance
 from ewc_finetune.files import storage_errors
 from ewc_finetune.hub.address import HubAddress, is_address, parse_address
 from ewc_finetune.hub.anchor_files import STEM
 from ewc_finetune.hub.committing import changed_files, commit, make_repository
-from ewc_finetune.hub.repository import look_up_now
+from ewc_finetune.hub.repository import Repository, look_up_now
 from ewc_finetune.model_card.card import updated_card
 from ewc_finetune.model_card.published import Published
 from ewc_finetune.probe_file import bytes_of, describe, records_of
@@ -136,7 +137,7 @@ def _push_once(
 ) -> Pushed | None:
     """Commit what the repository has not; None if somebody else was faster."""
     there = look_up_now(address)
-    existing = there.fetch(_CARD).path.read_bytes().decode() if _CARD in there.files else None
+    existing = _card_in(there) if _CARD in there.files else None
     card, remarks = updated_card(existing, found, place)
     contents: dict[str, Path | bytes] = {**names, _CARD: card.encode()}
     additions = changed_files(there, contents)
@@ -147,6 +148,7 @@ def _push_once(
     deletions = [name for name in there.files if name not in names and _is_stale(name)]
     done = None
     if additions or deletions:
+        progress.note(f"{address}: pushing {_sizes(additions)}")
         done = commit(there, additions, deletions, message or f"Anchor {found.provenance.name}", create_pr)
         if done is None:
             return None
@@ -157,6 +159,16 @@ def _push_once(
     url = there.page if done is None else done.url
     at = address.at(there.commit if done is None else done.hash, place.file)
     return Pushed(at, url, place.digest, sorted([*additions, *deletions]))
+
+
+def _card_in(there: Repository) -> str:
+    """Return the card that a repository has."""
+    try:
+        return there.fetch(_CARD).path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise HubError(
+            f"{there.page}: its {_CARD} is not in UTF-8 ({error}). Write it in UTF-8, and push again"
+        ) from error
 
 
 def _target(repository: str, revision: str | None) -> HubAddress:
@@ -203,16 +215,18 @@ def _as_file(anchor: Anchor | str | Path, probes: bool | None, folder: Path, pro
     return Path(str(opened.save(folder / "whole.safetensors").path))
 
 
+def _sizes(additions: Mapping[str, Path | bytes]) -> str:
+    """Name files with their sizes."""
+    sizes = {n: len(c) if isinstance(c, bytes) else c.stat().st_size for n, c in additions.items()}
+    return few([f"{name} ({size:,} bytes)" for name, size in sizes.items()])
+
+
 def _base_of(origin: Provenance) -> tuple[str | None, str | None]:
     """Return the Hub's name of the model that an anchor was made from, and its commit, if it came from there."""
     file = origin.checkpoint.get("file") or ""
-    if is_address(file):
-        address = parse_address(file)
-    elif file.startswith(HUB):
-        repository, _, revision = file.removeprefix(HUB).partition("@")
-        address = HubAddress(repository, revision or None)
-    else:
+    if not file.startswith(HUB):
         return None, None
+    address = parse_address(file) if is_address(file) else address_of(file)
     return address.repository, address.revision
 
 
