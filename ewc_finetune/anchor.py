@@ -388,7 +388,10 @@ def open_source(path: Path) -> LocalSource:
         AnchorError: if there is none, or it cannot be one.
     """
     if not path.is_file():
-        raise AnchorError(f"there is no anchor at {path}. `ewc-ft consolidate` makes one from a checkpoint")
+        raise AnchorError(
+            f"there is no anchor at {path}. `ewc-ft consolidate` makes one from a checkpoint; one on the Hub is named "
+            "hf://ORG/NAME"
+        )
     if path.name.endswith(INDEX):
         return ShardedSource(path)
     _check_is_safetensors(path)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ewc_finetune.errors import AnchorError
+from ewc_finetune.errors import AnchorError, HubError
 from ewc_finetune.hub.address import HubAddress, is_commit, parse_address
 from ewc_finetune.hub.repository import look_up
 from ewc_finetune.tensor_source import Entry, FileSource, TensorSource, bytes_of
@@ -75,7 +75,10 @@ class ReferringSource(TensorSource):
 
     def _fetch(self, file: str) -> FileSource:
         place = self._places[file]
-        found = look_up(place).fetch(file)
+        try:
+            found = look_up(place).fetch(file)
+        except HubError as error:
+            raise type(error)(f"{self.label} refers to weights on the Hub, which cannot be had: {error}") from error
         if found.sha256 != self._record["files"][file]:
             raise AnchorError(
                 f"{self.label} was made with other weights than those at {place}: their SHA-256 is {found.sha256}, and "

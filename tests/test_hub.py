@@ -89,6 +89,11 @@ def test_what_people_wrote_on_the_card_stays(hub, pushed, anchor):
     hub.put(NAME, {"README.md": own.encode()})
     assert ewc.push(anchor, NAME).changed == []
     assert ewc.push(anchor, NAME, license="mit").changed == ["README.md"]
+    assert ewc.push(anchor, NAME).changed == []  # what the card says of the licence stays
+    with pytest.raises(HubError, match=r"says license: .mit., not apache-2.0. Change it there"):
+        ewc.push(anchor, NAME, license="apache-2.0")
+    with pytest.raises(UsageError, match="is no licence that the Hub knows"):
+        ewc.push(anchor, NAME, license="a b")
     card = hub.read(NAME, "README.md").decode()
     assert "Ask Ada before you use it." in card
     assert "- ours\n" in card

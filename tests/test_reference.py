@@ -63,7 +63,9 @@ def test_half_the_size(plain, data, tmp_path):
         assert value.dtype == read.weights[name].dtype
     assert ewc.Anchor.load(made.path).save(tmp_path / "b.safetensors").digest == made.digest
     facts = dict(ewc.inspect(made.path).facts)
-    assert facts["weights"].startswith(f"6 of them in {place.rpartition('/')[0]}: model.safetensors (sha256 ")
+    assert facts["elsewhere"].startswith(
+        f"6 tensors of weights, in {place.rpartition('/')[0]}: model.safetensors (sha256 "
+    )
     assert facts["holds"] == dict(ewc.inspect(whole.path).facts)["holds"]
     assert ewc.inspect(made.path).tensors["anchor"]["bytes"] == 0
 
@@ -111,7 +113,7 @@ def test_models_of_transformers(hub, tmp_path, ewc_ft):
         said = ewc_ft("consolidate", f"hf:lab/{name}", "--data", source, "--anchor-weights", "reference",
                       "-o", f"{name}.safetensors", "--curvature-dtype", "float16").stderr  # fmt: skip
         count = len(whole.weights)
-        assert f"{count} of {count} weights are not in the anchor but in lab/{name} on the Hub" in said
+        assert f"{count} of {count} tensors of weights are not in the anchor but in lab/{name} on the Hub" in said
         read = ewc.Anchor.load(tmp_path / f"{name}.safetensors")
         assert all(torch.equal(value, read.weights[key]) for key, value in whole.weights.items())
         assert (len(read.provenance.weights_reference["files"]) > 1) == bool(options)

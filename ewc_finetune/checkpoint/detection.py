@@ -45,7 +45,10 @@ def detect(path: Path) -> Format:
             "folder of transformers"
         )
     if not path.is_file():
-        raise CheckpointError(f"there is no checkpoint at {path}. A model on the Hub is named hf:org/name")
+        raise CheckpointError(
+            f"there is no checkpoint at {path}. On the Hub a model is named hf:ORG/NAME, an anchor "
+            "or a file hf://ORG/NAME/FILE"
+        )
     size = path.stat().st_size
     if size == 0:
         raise CheckpointError(f"{path} is empty; expected a checkpoint. Copy it again from where it came")

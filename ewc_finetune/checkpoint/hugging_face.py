@@ -29,9 +29,10 @@ from ewc_finetune.checkpoint.checkpoint import Checkpoint, Record, cpu_state
 from ewc_finetune.checkpoint.weights import Weights
 from ewc_finetune.choices import LikelihoodName
 from ewc_finetune.devices import random_state_kept
-from ewc_finetune.errors import ArchitectureError, CheckpointError, StorageError, few
+from ewc_finetune.errors import ArchitectureError, CheckpointError, HubError, StorageError, UsageError, few
 from ewc_finetune.files import atomic_folder, storage_errors
-from ewc_finetune.hub.address import HubAddress
+from ewc_finetune.hub.address import HubAddress, redacted
+from ewc_finetune.hub.anchor_files import ANCHOR_FILES, has_anchor
 from ewc_finetune.hub.client import hub_errors
 from ewc_finetune.hub.repository import look_up
 from ewc_finetune.purpose import Purpose, Task
@@ -306,15 +307,21 @@ def weights_file(folder: Path, label: str) -> Path:
 
 
 def address_of(name: str) -> HubAddress:
-    """Return the repository that a model's name, `hf:org/name@revision`, means."""
+    """Return the repository that a model's name, `hf:org/name@revision`, means.
+
+    Raises:
+        UsageError: if it names none.
+    """
     repository, _, revision = name.removeprefix(HUB).partition("@")
+    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repository, re.ASCII) is None:
+        raise UsageError(f"{redacted(name)!r} names no model on the Hub; expected hf:ORG/NAME, @REVISION behind it")
     return HubAddress(repository, revision or None)
 
 
-def download(name: str) -> tuple[Path, str]:
+def download(name: str) -> tuple[Path, str, tuple[str, ...]]:
     """Return the folder of a model on the Hub, `hf:org/name@revision`, downloaded unless it lies in the cache.
 
-    Also return its name with the commit that the revision is.
+    Also return its name with the commit that the revision is, and remarks.
 
     Raises:
         HubError: if there is no such model, or it can't be had.
@@ -324,8 +331,10 @@ def download(name: str) -> tuple[Path, str]:
     address = address_of(name)
     found = look_up(address)
     pinned = f"{HUB}{address.repository}@{found.commit}"
+    if "config.json" not in found.files and has_anchor(found):
+        raise HubError(f"{name} has an anchor and no model. An anchor is named hf://{address.repository}")
     if found.cached is not None:
-        return found.cached, pinned
+        return found.cached, pinned, found.remarks
     # What `save` would leave behind anyway; other folders travel along.
     stale = [
         "*.h5",
@@ -338,12 +347,13 @@ def download(name: str) -> tuple[Path, str]:
         "*.pth",
         "*/*.safetensors",
         "*/*.bin",
+        *ANCHOR_FILES,
     ]
     if any(file.endswith(".safetensors") for file in found.files):
         stale.append("*.bin")
     with hub_errors(found.address):
         folder = snapshot_download(address.repository, revision=found.commit, ignore_patterns=stale)
-    return Path(folder), pinned
+    return Path(folder), pinned, found.remarks
 
 
 def require_transformers() -> Any:

@@ -146,7 +146,7 @@ def load_checkpoint(path: str | Path, *, trust_pickle: bool = False) -> Checkpoi
     if is_address(path):
         return _load_from_hub(path, trust_pickle)
     if is_on_hub(path):
-        return _load_folder(*download(str(path)))
+        return _load_named(str(path))
     return _load_path(Path(path), trust_pickle)
 
 
@@ -173,7 +173,7 @@ def _load_from_hub(text: str, trust_pickle: bool) -> Checkpoint:
     repository = look_up(parse_address(text))
     address = repository.address.at(repository.commit)
     if address.file is None and "config.json" in repository.files and not has_anchor(repository):
-        return _load_folder(*download(f"{HUB}{address.repository}@{address.revision}"))
+        return _load_named(f"{HUB}{address.repository}@{address.revision}")
     if address.file is not None and address.file in repository.files:
         path = fetch_with_parts(repository, address.file).path
         if detect(path) != "anchor":
@@ -201,7 +201,15 @@ def is_anchor(place: str) -> bool:
     if repository.address.file is None:
         return has_anchor(repository) or "config.json" not in repository.files
     found = peek(place)
-    return found is not None and found[0].metadata.get("format") in (FORMAT, PART)
+    return found is not None and found.source.metadata.get("format") in (FORMAT, PART)
+
+
+def _load_named(name: str) -> HuggingFace:
+    """Load a model folder from the Hub."""
+    folder, pinned, remarks = download(name)
+    found = _load_folder(folder, pinned)
+    found.remarks += remarks
+    return found
 
 
 def on_this_machine(model: str | Path) -> Path:

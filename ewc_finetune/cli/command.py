@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 import threading
@@ -15,6 +14,7 @@ import click
 
 from ewc_finetune.choices import CURVATURE_DTYPES, DEVICES, KFAC_DTYPES
 from ewc_finetune.errors import EwcError
+from ewc_finetune.hub.client import showing_bars
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,7 +32,7 @@ class Command(click.Command):
         debug = ctx.params.pop("debug")
         ctx.params["printer"] = Printer(*(ctx.params.pop(name) for name in ("quiet", "verbose", "as_json")))
         try:
-            with _leaving_politely(), _bars_of_the_hub(not ctx.params["printer"].quiet and sys.stderr.isatty()):
+            with _leaving_politely(), showing_bars(not ctx.params["printer"].quiet and sys.stderr.isatty()):
                 return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit):
             raise
@@ -68,22 +68,6 @@ def _leaving_politely() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-@contextlib.contextmanager
-def _bars_of_the_hub(shown: bool) -> Iterator[None]:
-    """Have the Hub's client, which reads this when it is imported, draw its bars only where we draw ours."""
-    name = "HF_HUB_DISABLE_PROGRESS_BARS"
-    before = os.environ.get(name)
-    if not shown:
-        os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
 
 
 def only_one(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> str:

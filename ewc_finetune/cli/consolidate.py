@@ -156,7 +156,8 @@ def consolidate(
         printer.note(describe(origin.curvature_storage))
     if origin.weights_reference is not None:
         printer.note(
-            f"{len(origin.weights_reference['tensors'])} of {len(anchor.weights)} weights are not in the anchor but in "
+            f"{len(origin.weights_reference['tensors'])} of {len(anchor.weights)} tensors of weights are not in the "
+            "anchor but in "
             f"{origin.weights_reference['repository']} on the Hub"
         )
     printer.note(f"{path}: {origin.samples:,} samples, {path.stat().st_size:,} bytes, sha256 {anchor.digest}")

@@ -35,9 +35,11 @@ def push(anchor: str, repository: str, printer: Printer, **options: Any) -> None
     The repository is made unless it is there. Of a card that people have edited only our own section is renewed, and
     where nothing has changed there is no commit. Log in first: hf auth login, or HF_TOKEN.
     """
+    from ewc_finetune.errors import few
     from ewc_finetune.verbs.push import push as run
 
     done = run(anchor, repository, progress=printer, **options)
-    printer.note(f"{done.url}: {', '.join(done.changed)}" if done.changed else "nothing has changed: no commit")
+    parts = [what + few(names) for what, names in (("", done.changed), ("removed ", done.removed)) if names]
+    printer.note(f"{done.url}: {'; '.join(parts)}" if parts else "nothing has changed: no commit")
     printer.note(f"{done.place}: sha256 {done.digest}")
     printer.result(done.to_json())

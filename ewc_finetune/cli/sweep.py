@@ -130,12 +130,13 @@ def sweep(
     (sweep.csv has a line for each run, sweep.json everything) and a figure, frontier.png. Marked is the knee: the point
     of the frontier that lies farthest beyond the line between its ends.
     """
+    from ewc_finetune.progress import Silent
     from ewc_finetune.verbs.dry_run import dry_run as estimate
     from ewc_finetune.verbs.grid import as_stacks
     from ewc_finetune.verbs.sweep import default_folder
     from ewc_finetune.verbs.sweep import sweep as run
 
-    as_stacks(anchors)
+    as_stacks(anchors, Silent())
     options |= {"anchors": anchors, "architecture": arch, "eval_on": eval_on or None, "progress": printer}
     options |= {"output": output or default_folder(model, anchors[0], data)}
     if dry_run:

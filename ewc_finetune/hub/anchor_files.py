@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 
 from ewc_finetune.errors import HubError, few
 from ewc_finetune.hub.address import HubAddress, parse_address
+from ewc_finetune.hub.client import UnreachableError
 from ewc_finetune.hub.remote import RemoteSource
 from ewc_finetune.hub.repository import Fetched, Repository, look_into_cache, look_up
 from ewc_finetune.shards import INDEX, JoinedSource, ShardedSource, parts_named
@@ -15,6 +16,8 @@ from ewc_finetune.tensor_source import FileSource, LocalSource, TensorSource
 # What `push` calls an anchor in its repository.
 STEM = "anchor"
 _FILE, _PARTS = f"{STEM}.safetensors", f"{STEM}{INDEX}"
+# What is of an anchor in a repository that has something else too.
+ANCHOR_FILES = (_FILE, _PARTS, f"{STEM}-*-of-*.safetensors", f"*.{_FILE}", f"*.{_PARTS}", "importance.png")
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,28 @@ def fetch_with_parts(repository: Repository, file: str) -> Fetched:
     return replace(found, parts={n: repository.fetch(str(PurePosixPath(file).with_name(n))).path for n in names})
 
 
-def peek(text: str) -> tuple[TensorSource, HubAddress] | None:
+@dataclass(frozen=True)
+class Peeked:
+    """An anchor on the Hub of which hardly anything was fetched.
+
+    Attributes:
+        source: Its tensors.
+        place: Where it is for good: repository, commit and file.
+        sha256: Of its file, as the Hub promises it; None for several.
+        remarks: What a reader should know.
+    """
+
+    source: TensorSource
+    place: HubAddress
+    sha256: str | None
+    remarks: tuple[str, ...]
+
+
+def peek(text: str) -> Peeked | None:
     """Open what an address means without fetching it: by range requests, or from the cache where it is there whole.
 
     Returns:
-        Its tensors, and where they are for good; None if it is no safetensors file, nor an index of such.
+        What is there; None if it is no safetensors file, nor an index of such.
 
     Raises:
         HubError: if there is no such file, no anchor where none is named, or it cannot be had.
@@ -95,21 +115,23 @@ def peek(text: str) -> tuple[TensorSource, HubAddress] | None:
         return RemoteSource(place.at(repository.commit, path), where.files[path].size or 0)
 
     if file.endswith(INDEX):
-        return JoinedSource(repository.fetch(file).path, str(place), part), place
-    return (part(PurePosixPath(file).name), place) if file.endswith(".safetensors") else None
+        return Peeked(JoinedSource(repository.fetch(file).path, str(place), part), place, None, repository.remarks)
+    if not file.endswith(".safetensors"):
+        return None
+    return Peeked(part(PurePosixPath(file).name), place, where.files[file].sha256, repository.remarks)
 
 
-def pinned(text: str) -> str:
-    """Return the address of the anchor that this one means, at the commit that its revision is now.
+def pinned(text: str) -> tuple[str, tuple[str, ...]]:
+    """Return the address of the anchor that this one means, at the commit that its revision is now, and remarks.
 
     Raises:
         HubError: if there is none, or the Hub cannot be asked and it is not in the cache.
     """
     address = parse_address(text)
     if address.is_pinned:
-        return str(address)
+        return str(address), ()
     repository = look_up(address)
-    return str(repository.address.at(repository.commit, anchor_file(repository)))
+    return str(repository.address.at(repository.commit, anchor_file(repository))), repository.remarks
 
 
 def has_anchor(repository: Repository) -> bool:
@@ -143,6 +165,8 @@ def anchor_file(repository: Repository) -> str:
     if len(found) == 1:
         return found[0]
     where = repository.address.at(repository.commit)
+    if repository.cached is not None and not found:
+        raise UnreachableError(f"there is no anchor of {where} in the cache, and the Hub could not be asked")
     if found:
         raise HubError(f"{where} has several anchors ({few(found)}). Name one: {repository.address}/{found[0]}")
     if asked is not None:

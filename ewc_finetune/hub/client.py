@@ -8,6 +8,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
@@ -27,6 +28,10 @@ _WAITS = (1.0, 2.0, 4.0)
 _LONGEST_WAIT = 60.0
 # After so many seconds without an answer there is none.
 PATIENCE = 30.0
+
+
+class MissingRepositoryError(HubError):
+    """There is no such repository, or it may not be seen."""
 
 
 class UnreachableError(HubError):
@@ -55,18 +60,37 @@ def is_offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
+# Whether the client may draw bars of its own: the command line says so where somebody sees them.
+_BARS = ContextVar("bars", default=False)
+
+
+@contextlib.contextmanager
+def showing_bars(shown: bool) -> Iterator[None]:
+    """Let the client draw its bars inside the block, or not."""
+    token = _BARS.set(shown)
+    try:
+        yield
+    finally:
+        _BARS.reset(token)
+
+
 @contextlib.contextmanager
 def hub_errors(address: HubAddress) -> Iterator[None]:
-    """Turn what the client raises into errors of ours, and keep its own warnings back.
+    """Turn what the client raises into errors of ours, and keep its own warnings back, and its bars where none are due.
 
     Raises:
         HubError: saying what is wrong with the repository, the revision, the file, the token or the connection.
         StorageError: if the disk is full.
     """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from huggingface_hub.utils import logging as client_logging
 
     level = client_logging.get_verbosity()
     client_logging.set_verbosity(logging.ERROR)
+    ours = not _BARS.get() and constants.HF_HUB_DISABLE_PROGRESS_BARS is None and not are_progress_bars_disabled()
+    if ours:
+        disable_progress_bars()
     try:
         yield
     except EwcError:
@@ -76,6 +100,8 @@ def hub_errors(address: HubAddress) -> Iterator[None]:
         raise _meaning(error, address) from None
     finally:
         client_logging.set_verbosity(level)
+        if ours:
+            enable_progress_bars()
 
 
 def patiently(call: Callable[[], T]) -> T:
@@ -128,7 +154,7 @@ def _meaning(error: Exception, address: HubAddress) -> EwcError:
         if isinstance(error, getattr(errors, name)):
             return HubError(sentence.format(**words, revision=address.revision or "main"))
     if isinstance(error, errors.RepositoryNotFoundError):
-        return HubError(_NOT_FOUND[has_token()].format(**words))
+        return MissingRepositoryError(_NOT_FOUND[has_token()].format(**words))
     if isinstance(error, errors.HfHubHTTPError):
         return _of_status(error, words)
     return _of_connection(error, address)
@@ -150,7 +176,7 @@ _NOT_FOUND = (
     "access",
 )
 _OF_STATUS = {
-    401: "the Hub does not know who you are{told}. Log in again: hf auth login, or HF_TOKEN",
+    401: "the Hub does not know who you are{told}. Log in (again): hf auth login, or HF_TOKEN",
     403: "the Hub does not allow this for {repository}{told}. Check what your token may do: {settings}",
     409: "{repository} is at odds with another change{told}. Run the command again",
     412: "somebody else has changed {repository} meanwhile. Run the command again",
@@ -178,7 +204,7 @@ def _of_connection(error: Exception, address: HubAddress) -> HubError:
 
     reason = f"{type(error).__name__}: {_first_line(error)}"
     if isinstance(error, OfflineModeIsEnabled):
-        return UnreachableError("HF_HUB_OFFLINE is set")
+        return UnreachableError("HF_HUB_OFFLINE is set, so that nothing is asked of the Hub")
     if type(error).__module__.startswith("httpx"):
         return UnreachableError(f"the Hub at {endpoint()} cannot be reached ({reason})")
     return HubError(f"{address}: the Hub's client failed ({reason})")

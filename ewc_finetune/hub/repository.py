@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from urllib.parse import quote
 
 from ewc_finetune.errors import HubError
 from ewc_finetune.files import hidden, sha256
@@ -72,7 +73,8 @@ class Repository:
     @property
     def page(self) -> str:
         """The page that shows it."""
-        return f"{endpoint()}/{self.address.repository}"
+        branch = "" if self.address.revision is None else f"/tree/{quote(self.address.revision, safe='')}"
+        return f"{endpoint()}/{self.address.repository}{branch}"
 
     def fetch(self, file: str) -> Fetched:
         """Return a file, downloaded unless it is in the cache.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from ewc_finetune.errors import HubError
 from ewc_finetune.model_card.front_matter import LINE_BREAK, with_front_matter
@@ -25,8 +26,8 @@ def updated_card(existing: str | None, found: Inspection, place: Published) -> t
         place: Where it is put.
 
     Raises:
-        HubError: if the card has one of the marks of our section without the other, or front matter that is no valid
-            YAML.
+        HubError: if the card has one of the marks of our section without the other, front matter that is no valid
+            YAML, or another licence than `place`.
         UsageError: if the repository or its branch has a name that the Hub does not know.
     """
     text = existing or ""
@@ -35,8 +36,8 @@ def updated_card(existing: str | None, found: Inspection, place: Published) -> t
     line_break = LINE_BREAK.search(text)
     eol = line_break.group() if line_break else "\n"
     where = f"the README.md of {place.repository}"
-    own = section(found, place).replace("\n", eol)
-    front, body, remarks = with_front_matter(text, place, eol, where)
+    front, body, remarks, license_ = with_front_matter(text, place, eol, where)
+    own = section(found, replace(place, license=license_)).replace("\n", eol)
     return bom + front + _with_section(body, own, place, eol, where), remarks
 
 

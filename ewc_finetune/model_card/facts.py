@@ -204,6 +204,7 @@ def _pulled(entry: Mapping[str, Any]) -> str:
         name_of(entry["name"]) if entry.get("name") else "",
         labelled("lambda", number_of(entry.get("lambda"))),
         labelled("SHA-256", code_of(entry.get("sha256"))),
+        code_of(entry.get("hub")),
     )
 
 

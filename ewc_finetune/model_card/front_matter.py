@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ewc_finetune.errors import HubError
+from ewc_finetune.errors import HubError, UsageError
 from ewc_finetune.model_card.published import Published
 from ewc_finetune.model_card.text import HUB_NAME
 
@@ -23,8 +23,10 @@ _UNCLOSED = re.compile(r"[ \t\r\n]*---[\r\n]")
 _LICENSE = re.compile(r"\w[\w.+-]*", re.ASCII)
 
 
-def with_front_matter(text: str, place: Published, eol: str, where: str) -> tuple[str, str, list[str]]:
-    """Return the front matter with what was missing in it, the text behind it, and remarks on what was left as it is.
+def with_front_matter(text: str, place: Published, eol: str, where: str) -> tuple[str, str, list[str], str | None]:
+    """Return the front matter with what was missing in it, and the text behind it.
+
+    Also return remarks on what was left as it is, and the licence that the front matter now says.
 
     Args:
         text: The card.
@@ -33,7 +35,8 @@ def with_front_matter(text: str, place: Published, eol: str, where: str) -> tupl
         where: The card, for messages.
 
     Raises:
-        HubError: if there is front matter that has no end, or is no valid YAML.
+        HubError: if there is front matter that has no end, is no valid YAML, or says another licence than `place`.
+        UsageError: if the licence is none that the Hub could know.
     """
     match = _FRONT_MATTER.match(text)
     if match is None and _UNCLOSED.match(text):
@@ -46,21 +49,33 @@ def with_front_matter(text: str, place: Published, eol: str, where: str) -> tupl
     for key, value in wanted.items():
         editor.say(key, value)
     editor.tag(TAGS)
-    edited = editor.front.text
+    edited, said = editor.front.text, editor.front.values.get("license")
+    license_ = said if isinstance(said, str) else place.license
+    if place.license is not None and license_ != place.license:
+        raise HubError(
+            f"{where} says license: {_shown(said)}, not {place.license}. Change it there, or leave --license out; "
+            "nothing was changed"
+        )
     if match is None:
-        return f"---{eol}{edited}---{eol}" + (eol if text.strip() else ""), text, remarks
+        return f"---{eol}{edited}---{eol}" + (eol if text.strip() else ""), text, remarks, license_
     start, end = match.span("text")
-    return text[:start] + edited + text[end : match.end()], text[match.end() :], remarks
+    return text[:start] + edited + text[end : match.end()], text[match.end() :], remarks, license_
 
 
 def _wanted(place: Published) -> tuple[dict[str, str], list[str]]:
     """Return what the front matter should say, and remarks on names that the Hub would refuse the whole card for."""
     wanted, remarks = {"library_name": LIBRARY}, []
-    for key, value, form in (("base_model", place.base_model, HUB_NAME), ("license", place.license, _LICENSE)):
-        if value and form.fullmatch(value):
-            wanted[key] = value
-        elif value:
-            remarks.append(f"{value!r:.100} is no {key} that the Hub knows, and was left out of the front matter")
+    if place.base_model and HUB_NAME.fullmatch(place.base_model):
+        wanted["base_model"] = place.base_model
+    elif place.base_model:
+        name = f"{place.base_model!r:.100}"
+        remarks.append(f"{name} is no base_model that the Hub knows, and was left out of the front matter")
+    if place.license is not None and not _LICENSE.fullmatch(place.license):
+        raise UsageError(
+            f"{place.license!r:.100} is no licence that the Hub knows; expected its name there, apache-2.0"
+        )
+    if place.license is not None:
+        wanted["license"] = place.license
     return wanted, remarks
 
 

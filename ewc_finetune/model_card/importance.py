@@ -8,8 +8,9 @@ from urllib.parse import quote
 
 from ewc_finetune.model_card.text import code, counted
 
-# Of more layers those with the largest shares have a row each.
+# Of more layers those with the largest shares have a row, or a bar, each.
 _LAYERS = 12
+_BARS = 24
 
 
 def importance(layers: Sequence[Mapping[str, Any]], figure: str | None) -> str:
@@ -21,10 +22,9 @@ def importance(layers: Sequence[Mapping[str, Any]], figure: str | None) -> str:
     """
     if not layers:
         return ""
-    ranked = sorted(range(len(layers)), key=lambda number: (-layers[number]["share"], number))
-    top = layers[ranked[0]]
+    shown, rest = _split(layers, _LAYERS)
+    top = max(shown, key=lambda layer: float(layer["share"]))
     most = f"{code(top['layer'])} has the most, {100 * top['share']:.1f}%"
-    shown, rest = ([layers[number] for number in sorted(part)] for part in (ranked[:_LAYERS], ranked[_LAYERS:]))
     rows = [_row(code(layer["layer"]), [layer]) for layer in shown]
     if rest:
         rows.append(_row(counted(len(rest), "other layer"), rest))
@@ -33,6 +33,20 @@ def importance(layers: Sequence[Mapping[str, Any]], figure: str | None) -> str:
         f"### Where the importance sits\n\n{image}Of the trace of the curvature, {most}.\n\n"
         "| Layer | Weights | Share of the trace | Mean | Largest |\n|---|--:|--:|--:|--:|\n" + "\n".join(rows)
     )
+
+
+def largest(layers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the layers that a figure has room for, and the others as one."""
+    shown, rest = _split(layers, _BARS)
+    others = {"layer": counted(len(rest), "other layer"), "share": sum(layer["share"] for layer in rest)}
+    return [*shown, others] if rest else shown
+
+
+def _split(layers: Sequence[Mapping[str, Any]], count: int) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """Return the layers with the largest shares, and the others, each in their order."""
+    ranked = sorted(range(len(layers)), key=lambda number: (-layers[number]["share"], number))
+    first, others = ([layers[number] for number in sorted(part)] for part in (ranked[:count], ranked[count:]))
+    return first, others
 
 
 def _row(name: str, layers: Sequence[Mapping[str, Any]]) -> str:

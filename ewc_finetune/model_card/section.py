@@ -42,7 +42,7 @@ def section(found: Inspection, place: Published) -> str:
         usage(origin, place),
         facts(found, place),
         _penalty(origin),
-        importance(origin.importance, place.figure),
+        "" if origin.curvature == "identity" else importance(origin.importance, place.figure),
         _literature(origin),
         END,
     ]

@@ -150,7 +150,10 @@ def _estimator(source: Mapping[str, Any]) -> str:
 def _pulled(entry: Mapping[str, Any]) -> str:
     strength = entry.get("lambda")
     return _words(
-        entry.get("name"), None if strength is None else f"lambda {strength}", _text(entry.get("sha256"))[:12]
+        entry.get("name"),
+        None if strength is None else f"lambda {strength}",
+        _text(entry.get("sha256"))[:12],
+        entry.get("hub"),
     )
 
 

@@ -192,8 +192,8 @@ def finetune(
     _check_names(training, arguments)
     schedule = Schedule(**training)
     _check_words(penalty_form, lineage, head)
-    arguments["model"] = model = pinned_model(model)
-    arguments["anchors"] = given = [pinned_anchor(anchor) for anchor in listed(anchors)]
+    arguments["model"] = model = pinned_model(model, progress)
+    arguments["anchors"] = given = [pinned_anchor(anchor, progress) for anchor in listed(anchors)]
     options = asked(arguments, schedule)
     earlier = None if resume is None else read_run(Path(resume))
     output = None if output is None else Path(output)

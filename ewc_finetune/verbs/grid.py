@@ -14,6 +14,7 @@ from ewc_finetune.checkpoint.opening import place_of
 from ewc_finetune.choices import PENALTY_FORMS, PenaltyForm, check_choice
 from ewc_finetune.errors import UsageError
 from ewc_finetune.files import beside
+from ewc_finetune.progress import Progress
 from ewc_finetune.stack import spread_lambdas
 from ewc_finetune.verbs.pinning import pinned_anchor
 
@@ -103,11 +104,12 @@ def check_grid(lambdas: Sequence[float] | str, forms: Sequence[str], seeds: Sequ
         raise UsageError(f"jobs is {jobs}; expected a whole number, at least 1")
 
 
-def as_stacks(anchors: Any) -> list[Stack]:
-    """Return the stacks to try, each once.
+def as_stacks(anchors: Any, progress: Progress) -> list[Stack]:
+    """Return the stacks to try, each once; those on the Hub at the commits that they are now.
 
     Args:
         anchors: An anchor, or several stacks, each an anchor or a sequence of them.
+        progress: Told what a reader should know of those.
 
     Raises:
         UsageError: if there is none, or two would have the same name.
@@ -115,7 +117,8 @@ def as_stacks(anchors: Any) -> list[Stack]:
     given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
     stacks: dict[tuple[str | int, ...], Stack] = {}
     for item in given:
-        stack = tuple(map(pinned_anchor, (item,) if isinstance(item, (Anchor, str, Path)) else item))
+        given_stack = (item,) if isinstance(item, (Anchor, str, Path)) else item
+        stack = tuple(pinned_anchor(anchor, progress) for anchor in given_stack)
         if stack:
             stacks.setdefault(tuple(id(one) if isinstance(one, Anchor) else str(one) for one in stack), stack)
     if not stacks:
@@ -126,7 +129,7 @@ def as_stacks(anchors: Any) -> list[Stack]:
         if other is not stack:
             raise UsageError(
                 f"the runs of {', '.join(map(_said, other))} and of {', '.join(map(_said, stack))} would have the same "
-                "names; give the anchors files of different names"
+                "names; give the anchors files of different names (`ewc-ft pull` gives those on the Hub files)"
             )
     return list(stacks.values())
 

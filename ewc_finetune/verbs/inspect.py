@@ -17,11 +17,10 @@ from ewc_finetune.errors import AnchorError
 from ewc_finetune.figures import draw_importance, figure_format
 from ewc_finetune.files import check_output
 from ewc_finetune.hub.address import HubAddress, is_address
-from ewc_finetune.hub.anchor_files import peek
+from ewc_finetune.hub.anchor_files import Peeked, peek
 from ewc_finetune.probe_file import ProbeFile, bytes_of, describe, records_of
 from ewc_finetune.provenance import Provenance
 from ewc_finetune.tensor_file import TensorFile, shapes_of
-from ewc_finetune.tensor_source import TensorSource
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,7 @@ class Inspection:
         probes: Of each probe what is known (`Provenance.probes`), and its `bytes`.
         provenance: Where it came from, with the importance of each layer.
         remarks: What a reader should know of the file.
+        sha256: Of one on the Hub that is one file, its digest, as the Hub promises it.
     """
 
     file: Path | HubAddress
@@ -46,6 +46,7 @@ class Inspection:
     probes: list[dict[str, Any]]
     provenance: Provenance
     remarks: tuple[str, ...]
+    sha256: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it in values that JSON has."""
@@ -57,6 +58,7 @@ class Inspection:
             "probes": self.probes,
             "provenance": asdict(self.provenance),
             "remarks": list(self.remarks),
+            "sha256": self.sha256,
         }
 
     @property
@@ -80,6 +82,7 @@ class Inspection:
             ("on the Hub", str(self.file) if isinstance(self.file, HubAddress) else ""),
             ("made", " with ".join(filter(None, (origin.created, _versions(origin))))),
             ("size", f"{self.bytes:,} bytes"),
+            ("sha256", self.sha256 or ""),
             ("holds", f"{held:,} of {weights:,} weights" + (f", {singly:,} of them singly" if self.blocks else "")),
             ("in blocks", _blocks(self.blocks.values())),
             *((f"  {layer}", _kept(block)) for layer, block in self.blocks.items()),
@@ -88,13 +91,13 @@ class Inspection:
             ("data", _data(origin)),
             ("curvature", _curvature(origin)),
             ("stored as", "" if origin.curvature_storage is None else describe_storage(origin.curvature_storage)),
-            ("weights", _elsewhere(origin)),
+            ("elsewhere", _elsewhere(origin)),
             *(("probe", describe(probe, probe["bytes"])) for probe in self.probes),
             ("scores", ", ".join(f"{name} {value:.4f}" for name, value in sorted(origin.scores.items()))),
             ("classes", "" if origin.classes is None else ", ".join(origin.classes)),
             ("normalisation", _normalisation(origin)),
             ("left free", "; ".join(f"{name}: {reason}" for name, reason in origin.excluded.items())),
-            ("trained under", "; ".join(f"{e.get('name')} (lambda {e.get('lambda')})" for e in origin.lineage)),
+            ("trained under", "; ".join(map(_pulled, origin.lineage))),
         ]
         if origin.merged is not None:
             for number, parent in enumerate(origin.merged["parents"], start=1):
@@ -102,7 +105,8 @@ class Inspection:
                 found.append(
                     (
                         f"parent {number}",
-                        f"{source.get('name')}, lambda {parent['lambda']:g}, sha256 {parent['sha256']}",
+                        f"{source.get('name')}, lambda {parent['lambda']:g}, sha256 {parent['sha256']}"
+                        + (f", {parent['hub']}" if parent.get("hub") else ""),
                     )
                 )
         return [(name, value) for name, value in found if value] + [("note", remark) for remark in self.remarks]
@@ -124,8 +128,9 @@ def inspect(file: str | Path, *, plot: str | Path | None = None, overwrite: bool
     if plot is not None:
         figure_format(Path(plot))
         check_output(Path(plot), overwrite, [file])
-    source, place = _opened(file)
-    anchor = Anchor.of(source, place=place)
+    there = _on_the_hub(file) if is_address(file) else None
+    source = open_source(Path(file)) if there is None else there.source
+    anchor = Anchor.of(source, place=None if there is None else there.place)
     origin = anchor.provenance
     if not origin.importance:
         origin = replace(origin, importance=[asdict(layer) for layer in _importance(anchor)])
@@ -135,23 +140,22 @@ def inspect(file: str | Path, *, plot: str | Path | None = None, overwrite: bool
     groups["probe"] = anchor.probes.tensors if isinstance(anchor.probes, ProbeFile) else {}
     sizes = zip(records_of(anchor.probes), bytes_of(anchor.probes), strict=True)
     found = Inspection(
-        file=place or Path(file),
+        file=Path(file) if there is None else there.place,
         bytes=source.size,
         tensors={group: _counts(tensors) for group, tensors in groups.items()},
         blocks={} if blocks is None else {layer: stored_block(blocks, layer) for layer in blocks},
         probes=[{**record, "bytes": size} for record, size in sizes],
         provenance=origin,
-        remarks=anchor.remarks,
+        remarks=anchor.remarks if there is None else there.remarks + anchor.remarks,
+        sha256=None if there is None else there.sha256,
     )
     if plot is not None:
         draw_importance(Path(plot), origin.importance, f"{origin.name}: share of the curvature by layer")
     return found
 
 
-def _opened(file: str | Path) -> tuple[TensorSource, HubAddress | None]:
-    """Open an anchor, and say where it is on the Hub if it is there."""
-    if not is_address(file):
-        return open_source(Path(file)), None
+def _on_the_hub(file: str) -> Peeked:
+    """Look at an anchor on the Hub."""
     found = peek(file)
     if found is None:
         raise AnchorError(f"{file} is no anchor, which is a safetensors file or the index of several")
@@ -178,13 +182,19 @@ def _kept(block: StoredBlock) -> str:
     )
 
 
+def _pulled(entry: Mapping[str, Any]) -> str:
+    """Say which anchor has pulled on the weights, and how hard."""
+    place = f", {entry['hub']}" if entry.get("hub") else ""
+    return f"{entry.get('name')} (lambda {entry.get('lambda')}{place})"
+
+
 def _elsewhere(origin: Provenance) -> str:
     """Say which weights are not in the file, and where they are."""
     record = origin.weights_reference
     if record is None:
         return ""
     where = ", ".join(f"{file} (sha256 {digest})" for file, digest in record["files"].items())
-    return f"{len(record['tensors'])} of them in hf://{record['repository']}@{record['revision']}: {where}"
+    return f"{len(record['tensors'])} tensors of weights, in hf://{record['repository']}@{record['revision']}: {where}"
 
 
 def _blocks(layers: Collection[StoredBlock]) -> str:

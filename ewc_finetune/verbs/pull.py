@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ewc_finetune.anchor import Anchor
+from ewc_finetune.checkpoint.hugging_face import HUB
 from ewc_finetune.checkpoint.opening import place_of
 from ewc_finetune.errors import AnchorError
 from ewc_finetune.files import atomic_write, beside, check_output
@@ -45,7 +46,7 @@ def pull(
     It comes through the cache of the Hub's client. Memory does not grow with the anchor.
 
     Args:
-        place: `hf://ORG/NAME[@REVISION][/FILE]`, or the same without `hf://`.
+        place: `hf://ORG/NAME[@REVISION][/FILE]`, or the same without what stands before `ORG`.
         output: Where it goes; `NAME.anchor.safetensors` in this folder unless given.
         overwrite: Whether an existing file may be replaced.
         progress: Told what a reader should know of the anchor.
@@ -56,13 +57,16 @@ def pull(
         StorageError: if the file cannot be written.
     """
     progress = progress or Silent()
-    address = place if place.startswith(SCHEME) else SCHEME + place
+    address = place if place.startswith(SCHEME) else SCHEME + place.removeprefix(HUB)
     path = default_output(address) if output is None else Path(output)
     check_output(path, overwrite)
     progress.note(f"fetching {address}")
     found = fetch_anchor(address)
-    for remark in Anchor.of_hub(found).remarks:
+    anchor = Anchor.of_hub(found)
+    for remark in anchor.remarks:
         progress.note(remark)
+    if anchor.provenance.weights_reference is not None:
+        progress.note(f"{found.place}: its weights are not in it; they are fetched from the Hub when it is used")
     digest, size = hashlib.sha256(), 0
     with atomic_write(path) as temporary, temporary.open("wb") as file:
         for block in found.source.as_one_file():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,9 +17,11 @@ from ewc_finetune.figures import draw_importance
 from ewc_finetune.files import storage_errors
 from ewc_finetune.hub.address import HubAddress, is_address, parse_address
 from ewc_finetune.hub.anchor_files import STEM
+from ewc_finetune.hub.client import MissingRepositoryError, UnreachableError, endpoint
 from ewc_finetune.hub.committing import changed_files, commit, make_repository
 from ewc_finetune.hub.repository import Repository, look_up_now
 from ewc_finetune.model_card.card import updated_card
+from ewc_finetune.model_card.importance import largest
 from ewc_finetune.model_card.published import Published
 from ewc_finetune.probe_file import bytes_of, describe, records_of
 from ewc_finetune.progress import Progress, Silent
@@ -44,17 +47,25 @@ class Pushed:
         place: Where the anchor is now, at a commit.
         url: A page that shows it: the repository's, or the pull request's.
         digest: SHA-256 of the anchor.
-        changed: The files that the commit changed; none if there was nothing to commit.
+        changed: The files that the commit added or changed.
+        removed: Those that it removed, of an anchor in other parts. Nothing in both: there was nothing to commit.
     """
 
     place: HubAddress
     url: str
     digest: str
     changed: list[str]
+    removed: list[str]
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it in values that JSON has."""
-        return {"hub": str(self.place), "url": self.url, "sha256": self.digest, "changed": self.changed}
+        return {
+            "hub": str(self.place),
+            "url": self.url,
+            "sha256": self.digest,
+            "changed": self.changed,
+            "removed": self.removed,
+        }
 
 
 def push(
@@ -111,54 +122,82 @@ def push(
             address.revision,
             list(names)[-1],
             source.digest(),
-            _FIGURE,
+            None if found.provenance.curvature == "identity" else _FIGURE,  # where all bars mean the same
             license,
             *_base_of(found.provenance),
         )
-        if not create_pr:
-            make_repository(address, private)
-        for _ in range(_TRIES):
-            done = _push_once(address, names, found, place, Path(folder), message, create_pr, private, progress)
-            if done is not None:
-                return done
+        with _making(address, private, create_pr, progress):
+            for _ in range(_TRIES):
+                done = _push_once(names, found, place, Path(folder), message, create_pr, probes, progress)
+                if done is not None:
+                    return done
     raise HubError(f"{address.repository} is changed by others again and again. Run the command again later")
 
 
+@contextlib.contextmanager
+def _making(address: HubAddress, private: bool, create_pr: bool, progress: Progress) -> Iterator[None]:
+    """See to it that there is a repository inside the block, and say so if nothing comes into one that was made."""
+    try:
+        there = look_up_now(HubAddress(address.repository))
+    except MissingRepositoryError as error:
+        if create_pr:
+            raise MissingRepositoryError(
+                f"{error}. A pull request is to one that is there; without it, one is made"
+            ) from None
+        there = None
+    except UnreachableError as error:
+        raise UnreachableError(f"nothing was pushed to {address.repository}: {error}") from None
+    if not create_pr:
+        make_repository(address, private)
+    if private and there is not None and there.private is False:
+        progress.note(f"{address.repository} was there already, and is public; --private is for one that is made")
+    try:
+        yield
+    except BaseException:
+        if there is None:
+            progress.note(
+                f"{address.repository} was made, and nothing was pushed to it: {endpoint()}/{address.repository}"
+            )
+        raise
+
+
 def _push_once(
-    address: HubAddress,
-    names: dict[str, Path],
+    names: Mapping[str, Path],
     found: Inspection,
     place: Published,
     folder: Path,
     message: str | None,
     create_pr: bool,
-    private: bool,
+    probes: bool | None,
     progress: Progress,
 ) -> Pushed | None:
     """Commit what the repository has not; None if somebody else was faster."""
+    address = HubAddress(place.repository, place.revision)
     there = look_up_now(address)
-    existing = _card_in(there) if _CARD in there.files else None
-    card, remarks = updated_card(existing, found, place)
-    contents: dict[str, Path | bytes] = {**names, _CARD: card.encode()}
-    additions = changed_files(there, contents)
-    if additions.keys() & names or _FIGURE not in there.files:
-        name = found.provenance.name
-        draw_importance(folder / _FIGURE, found.provenance.importance, f"{name}: share of the curvature by layer")
-        additions |= changed_files(there, {_FIGURE: folder / _FIGURE})
-    deletions = [name for name in there.files if name not in names and _is_stale(name)]
+    card, remarks = updated_card(_card_in(there) if _CARD in there.files else None, found, place)
+    additions = changed_files(there, {**names, _CARD: card.encode()})
+    if place.figure is not None and (additions.keys() & names or place.figure not in there.files):
+        figure = folder / place.figure
+        layers = largest(found.provenance.importance)
+        draw_importance(figure, layers, f"{found.provenance.name}: share of the curvature by layer")
+        additions |= changed_files(there, {place.figure: figure})
+    removed = [name for name in there.files if name not in names and _is_stale(name)]
     done = None
-    if additions or deletions:
+    if additions or removed:
         progress.note(f"{address}: pushing {_sizes(additions)}")
-        done = commit(there, additions, deletions, message or f"Anchor {found.provenance.name}", create_pr)
+        done = commit(there, additions, removed, message or f"Anchor {found.provenance.name}", create_pr)
         if done is None:
             return None
     for remark in remarks:
         progress.note(remark)
-    if private and there.private is False:
-        progress.note(f"{address.repository} was there already, and is public; --private is for one that is made")
+    if probes is False and any(map(_is_stale, there.files)):
+        progress.note(
+            f"samples that were pushed before, if there were any, stay in the history of {address.repository} until it "
+            "is squashed, or the repository deleted"
+        )
     url = there.page if done is None else done.url
     at = address.at(there.commit if done is None else done.hash, place.file)
-    return Pushed(at, url, place.digest, sorted([*additions, *deletions]))
+    return Pushed(at, url, place.digest, sorted(additions), removed)
 
 
 def _card_in(there: Repository) -> str:
@@ -173,7 +212,10 @@ def _card_in(there: Repository) -> str:
 
 def _target(repository: str, revision: str | None) -> HubAddress:
     """Return where an anchor is to go."""
-    address = parse_address(repository)
+    try:
+        address = parse_address(repository)
+    except UsageError as error:
+        raise UsageError(f"an anchor is pushed to ORG/NAME: {error}") from error
     if address.file is not None or (address.revision is not None and revision is not None):
         raise UsageError(f"{repository} should name a repository alone, ORG/NAME; the branch goes into --revision")
     return parse_address(str(HubAddress(address.repository, revision or address.revision)))

@@ -103,7 +103,7 @@ def sweep(
     """
     progress, path = progress or Silent(), Path(output)
     check_grid(lambdas, penalty_forms, seeds, jobs)
-    model, stacks = pinned_model(model), as_stacks(anchors)
+    model, stacks = pinned_model(model, progress), as_stacks(anchors, progress)
     points = grid(stacks, lambdas, penalty_forms, seeds, plain)
     check_sweep_folder(path)
     ending = _ending(model, stacks[0])
