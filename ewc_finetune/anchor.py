@@ -13,6 +13,7 @@ the Hub that the provenance names (see `reference`).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,14 +43,14 @@ from ewc_finetune.probe_file import Probe, ProbeFile, check_probe
 from ewc_finetune.probe_file import records_of as records_of_probes
 from ewc_finetune.probe_file import to_tensors as probes_to_tensors
 from ewc_finetune.provenance import Provenance, read_provenance
-from ewc_finetune.reference import ReferringSource
+from ewc_finetune.reference import ReferringSource, still_elsewhere
 from ewc_finetune.shards import INDEX, PART, ShardedSource
 from ewc_finetune.tensor_file import TensorFile, shapes_of, write_tensors
 from ewc_finetune.tensor_source import FileSource, LocalSource, TensorSource
 
 FORMAT = "ewc-anchor"
 FORMAT_VERSION = 2
-_GROUPS = ("fisher.", "scale.", "anchor.", "buffer.", "kfac.", "probe.")
+_GROUPS = ("fisher.", "anchor.", "buffer.", "kfac.", "probe.")
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,15 @@ class Anchor:
     def label(self) -> str:
         """The name for messages: the file or address if there is one."""
         return str(self.place or self.path or f"anchor {self.provenance.name!r}")
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The texts that its file has."""
+        return {
+            "format": FORMAT,
+            "format_version": str(self.provenance.format_version),
+            "anchor": json.dumps(self.provenance.to_json(), sort_keys=True),
+        }
 
     def held_shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the parameters that the penalty holds, singly or in a block; no tensor is read."""
@@ -126,25 +136,27 @@ class Anchor:
 
     def write(self, temporary: Path, path: Path) -> Anchor:
         """Write a valid anchor into a temporary file, which is to be renamed to `path`; see `save`."""
+        record = self.provenance.weights_reference
+        if record is not None and not isinstance(self.weights, TensorFile):  # which may have changed since
+            record = still_elsewhere(record, self.label, self.weights)
+        elsewhere = () if record is None else record["tensors"]
         tensors = _stored_fisher(self.fisher, self.provenance)
-        elsewhere = (self.provenance.weights_reference or {}).get("tensors", ())
         tensors |= {f"anchor.{name}": self.weights[name] for name in self.weights if name not in elsewhere}
         tensors |= {f"buffer.{name}": value for name, value in self.buffers.items()}
         tensors |= {f"kfac.{name}": value for name, value in to_tensors(self.blocks).items()}
         tensors |= {f"probe.{name}": value for name, value in probes_to_tensors(self.probes).items()}
         provenance = replace(
-            self.provenance, kfac=list(records_of(self.blocks).values()), probes=records_of_probes(self.probes)
+            self.provenance,
+            kfac=list(records_of(self.blocks).values()),
+            probes=records_of_probes(self.probes),
+            weights_reference=record,
         )
-        metadata = {
-            "format": FORMAT,
-            "format_version": str(provenance.format_version),
-            "anchor": json.dumps(provenance.to_json(), sort_keys=True),
-        }
+        metadata = replace(self, provenance=provenance).metadata
         write_tensors(temporary, path, tensors, metadata)
         return replace(self, provenance=provenance, path=path, digest=sha256(temporary))
 
     @classmethod
-    def load(cls, path: str | Path) -> Anchor:
+    def load(cls, path: str | Path | HubAddress) -> Anchor:
         """Read and validate an anchor file whole; nothing in it is ever executed.
 
         Raises:
@@ -164,7 +176,7 @@ class Anchor:
         return whole
 
     @classmethod
-    def open(cls, path: str | Path, *, digest: bool = True) -> Anchor:
+    def open(cls, path: str | Path | HubAddress, *, digest: bool = True) -> Anchor:
         """Open an anchor file without reading its tensors: each is read, and checked, when it is asked for.
 
         That is how a thousand anchors are stacked in the memory of one. The file must stay as it is meanwhile.
@@ -179,8 +191,8 @@ class Anchor:
             HubError: if it cannot be had from the Hub, or is not what was promised there.
             NonFiniteError: later, for a tensor with NaN or infinity.
         """
-        if is_address(path):
-            return cls.of_hub(fetch_anchor(path))
+        if isinstance(path, HubAddress) or is_address(path):
+            return cls.of_hub(fetch_anchor(str(path)))
         path = Path(path)
         source = open_source(path)
         return replace(cls.of(source, path), digest=source.digest() if digest else None)
@@ -199,13 +211,14 @@ class Anchor:
         provenance, unknown = read_provenance(source.metadata.get("anchor"), where)
         if provenance.weights_reference is not None:
             source = ReferringSource(source, provenance.weights_reference)
-        unknown += [key for key in sorted(source.entries) if not key.startswith(_GROUPS) or key.endswith(".")]
+        groups = _GROUPS if provenance.curvature_storage is None else (*_GROUPS, "scale.")
+        unknown += [key for key in sorted(source.entries) if not key.startswith(groups) or key.endswith(".")]
         factors = TensorFile(source, "kfac.", _checked(check_factor, where))
         records = {record["layer"]: record for record in provenance.kfac}
         probed = TensorFile(source, "probe.", lambda n, t: t)  # which are checked together
         anchor = cls(
             weights=TensorFile(source, "anchor.", _checked(check_weight, f"{where}: anchor.")),
-            fisher=TensorFile(source, "fisher.", lambda n, t: _read_fisher(n, t, source)),
+            fisher=TensorFile(source, "fisher.", _fisher_reader(source, provenance)),
             buffers=TensorFile(source, "buffer.", _checked(check_buffer, f"{where}: buffer.")),
             provenance=provenance,
             path=path,
@@ -242,17 +255,21 @@ def _stored_fisher(fisher: Mapping[str, Tensor], provenance: Provenance) -> dict
     return tensors
 
 
-def _read_fisher(name: str, stored: Tensor, source: TensorSource) -> Tensor:
-    """Return a tensor of the diagonal from what the file has of it."""
-    key = f"scale.{name}"
-    if key in source.entries:
-        scale = source.read(key)
+def _fisher_reader(source: TensorSource, provenance: Provenance) -> Callable[[str, Tensor], Tensor]:
+    """Return what makes a tensor of the diagonal of what the file has of it."""
+    if provenance.curvature_storage is None:
+        return _checked(check_fisher, source.label)
+
+    def use(name: str, stored: Tensor) -> Tensor:
+        key = f"scale.{name}"
+        scale = source.read(key) if key in source.entries else torch.tensor(math.nan)
         if scale.shape or not scale.is_floating_point() or not scale.isfinite() or scale <= 0:
             raise AnchorError(f"{source.label}: {key} should be one number above 0. Make the anchor again")
-        if stored.is_floating_point():
-            stored = decode(stored, scale)
-    check_fisher(name, stored, source.label)
-    return stored
+        found = decode(stored, scale) if stored.is_floating_point() else stored
+        check_fisher(name, found, source.label)
+        return found
+
+    return use
 
 
 def validate(anchor: Anchor) -> None:

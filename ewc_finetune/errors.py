@@ -3,10 +3,20 @@
 A message says what is wrong, where, what was expected, and what to do about it.
 """
 
+import re
 from collections.abc import Sequence
 
 # Of many things that are alike, so many are named.
 _NAMED = 4
+
+
+# What looks like a token of the Hugging Face Hub.
+_TOKEN = re.compile(r"\b(hf_|api_org_)[\w.-]{18,}")
+
+
+def redacted(text: str) -> str:
+    """Return a text without what looks like a token of the Hub."""
+    return _TOKEN.sub(r"\1***", text)
 
 
 def few(things: Sequence[str], between: str = ", ") -> str:
@@ -61,6 +71,9 @@ class DeviceError(EwcError):
 
 class HubError(EwcError):
     """Something on the Hugging Face Hub that is not there, may not be had, or is not what was promised."""
+
+    def __str__(self) -> str:
+        return redacted(super().__str__())
 
 
 class StorageError(EwcError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -258,11 +259,12 @@ def _is_reference(value: Any) -> bool:
         _is_text(value.get("repository"))
         and _is_text(value.get("revision"))
         and isinstance(files, dict)
-        and all(isinstance(digest, str) for digest in files.values())
+        and all(isinstance(digest, str) and re.fullmatch(r"[0-9a-f]{64}", digest) for digest in files.values())
         and isinstance(tensors, dict)
         and all(
             isinstance(known, dict)
-            and known.get("file") in files
+            and _is_text(known.get("file"))
+            and known["file"] in files
             and _is_text(known.get("name"))
             and _is_text(known.get("dtype"))
             and _is_shape(known.get("shape"))

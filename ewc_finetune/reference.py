@@ -16,16 +16,80 @@ import torch
 from torch import Tensor
 
 from ewc_finetune.errors import AnchorError, HubError
-from ewc_finetune.hub.address import HubAddress, is_commit, parse_address
-from ewc_finetune.hub.repository import look_up
-from ewc_finetune.tensor_source import Entry, FileSource, TensorSource, bytes_of
+from ewc_finetune.hub.address import HubAddress, checked, is_commit
+from ewc_finetune.hub.repository import Promise, look_up
+from ewc_finetune.tensor_source import Entry, FileSource, TensorSource
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
 
 
+class Elsewhere:
+    """The weights that a record names, fetched when the first one is read.
+
+    Args:
+        record: Of the weights.
+        label: Whose they are, for messages.
+
+    Raises:
+        AnchorError: if the record names what cannot be.
+        UsageError: likewise.
+    """
+
+    def __init__(self, record: Mapping[str, Any], label: str) -> None:
+        self._record = record
+        self._label = label
+        self._files: dict[str, FileSource] = {}
+        for name, known in record["tensors"].items():
+            if known["dtype"] not in _DTYPES:
+                raise AnchorError(
+                    f"{label}: {name} has the type {known['dtype']!r}; expected one of {', '.join(_DTYPES)}"
+                )
+        self._places = {file: self._place(file) for file in record["files"]}
+
+    def _place(self, file: str) -> HubAddress:
+        place = HubAddress(self._record["repository"], self._record["revision"], file)
+        if not is_commit(self._record["revision"]):
+            raise AnchorError(f"{self._label}: its weights are said to be at {place}, which is no file at a commit")
+        return checked(place, str(place))
+
+    def read(self, name: str) -> Tensor:
+        """Return a weight.
+
+        Raises:
+            HubError: if the weights cannot be had.
+            AnchorError: if they are others than the anchor was made with.
+        """
+        known = self._record["tensors"][name]
+        file = self._files.get(known["file"]) or self._fetch(known["file"])
+        tensor = file.read(known["name"]) if known["name"] in file.entries else None
+        if tensor is None or list(tensor.shape) != known["shape"]:
+            raise AnchorError(f"{self._label}: {known['name']} is not in {file.label} as it should be")
+        return tensor.to(_DTYPES[known["dtype"]])
+
+    def _fetch(self, file: str) -> FileSource:
+        place, expected = self._places[file], self._record["files"][file]
+        try:
+            there = look_up(place)
+            promised = (there.files.get(file) or Promise()).sha256
+            if promised not in (None, expected):  # before it is fetched, whatever it is
+                raise self._others(place, str(promised), expected)
+            found = there.fetch(file)
+        except HubError as error:
+            raise type(error)(f"{self._label} refers to weights on the Hub, which cannot be had: {error}") from error
+        if found.sha256 != expected:
+            raise self._others(place, found.sha256, expected)
+        return self._files.setdefault(file, FileSource(found.path, str(place)))
+
+    def _others(self, place: HubAddress, found: str, expected: str) -> AnchorError:
+        return AnchorError(
+            f"{self._label} was made with other weights than those at {place}: their SHA-256 is {found}, and should be "
+            f"{expected}"
+        )
+
+
 class ReferringSource(TensorSource):
-    """The tensors of an anchor with the weights that it refers to, which are fetched when the first one is read.
+    """The tensors of an anchor with the weights that it refers to.
 
     Args:
         source: Where its own tensors are.
@@ -37,54 +101,40 @@ class ReferringSource(TensorSource):
 
     def __init__(self, source: TensorSource, record: Mapping[str, Any]) -> None:
         self._source = source
-        self._record = record
-        self._files: dict[str, FileSource] = {}
+        self._elsewhere = Elsewhere(record, source.label)
         self.label, self.metadata, self.size, self.header = source.label, source.metadata, source.size, source.header
         entries = dict(source.entries)
         for name, known in record["tensors"].items():
-            key, kind = f"anchor.{name}", known["dtype"]
+            key = f"anchor.{name}"
             if key in entries:
                 raise AnchorError(f"{self.label}: {key} is in the file, and in another too. Make the anchor again")
-            if kind not in _DTYPES:
-                raise AnchorError(f"{self.label}: {key} has the type {kind!r}; expected one of {', '.join(_DTYPES)}")
-            entries[key] = Entry(kind, tuple(known["shape"]), 0, 0)
+            entries[key] = Entry(known["dtype"], tuple(known["shape"]), 0, 0)
         self.entries = entries
-        self._places = {file: self._place(file) for file in record["files"]}
-
-    def _place(self, file: str) -> HubAddress:
-        place = HubAddress(self._record["repository"], self._record["revision"], file)
-        if not is_commit(self._record["revision"]) or parse_address(str(place)) != place:
-            raise AnchorError(f"{self.label}: its weights are said to be at {place}, which is no file at a commit")
-        return place
 
     def read(self, name: str) -> Tensor:
-        """See `TensorSource`.
-
-        Raises:
-            HubError: if the weights cannot be had.
-            AnchorError: if they are others than the anchor was made with.
-        """
+        """See `TensorSource` and `Elsewhere`."""
         if name in self._source.entries:
             return self._source.read(name)
-        known = self._record["tensors"][name.removeprefix("anchor.")]
-        file = self._files.get(known["file"]) or self._fetch(known["file"])
-        tensor = file.read(known["name"]) if known["name"] in file.entries else None
-        if tensor is None or list(tensor.shape) != known["shape"]:
-            raise AnchorError(f"{self.label}: {known['name']} is not in {file.label} as it should be")
-        return tensor.to(_DTYPES[known["dtype"]])
+        return self._elsewhere.read(name.removeprefix("anchor."))
 
-    def _fetch(self, file: str) -> FileSource:
-        place = self._places[file]
-        try:
-            found = look_up(place).fetch(file)
-        except HubError as error:
-            raise type(error)(f"{self.label} refers to weights on the Hub, which cannot be had: {error}") from error
-        if found.sha256 != self._record["files"][file]:
-            raise AnchorError(
-                f"{self.label} was made with other weights than those at {place}: their SHA-256 is {found.sha256}, and "
-                f"should be {self._record['files'][file]}"
-            )
-        return self._files.setdefault(file, FileSource(found.path, str(place)))
+
+def still_elsewhere(record: Mapping[str, Any], label: str, weights: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    """Return the record of those weights alone that are what it says; others are to be in the anchor.
+
+    Args:
+        record: As it was when the weights were read.
+        label: Whose it is, for messages.
+        weights: As they are now.
+    """
+    source = Elsewhere(record, label)
+    tensors = {
+        name: known
+        for name, known in record["tensors"].items()
+        if name in weights and _is_same(weights[name], source.read(name))
+    }
+    used = {known["file"] for known in tensors.values()}
+    files = {file: digest for file, digest in record["files"].items() if file in used}
+    return {**record, "tensors": tensors, "files": files} if tensors else None
 
 
 def refer(weights: Mapping[str, Tensor], place: HubAddress, files: Sequence[str]) -> dict[str, Any]:
@@ -128,11 +178,6 @@ def refer(weights: Mapping[str, Tensor], place: HubAddress, files: Sequence[str]
         "files": {file: found.sha256 for file, found in fetched.items() if file in used},
         "tensors": dict(sorted(tensors.items())),
     }
-
-
-def referred_bytes(record: Mapping[str, Any]) -> int:
-    """Return what the weights would take that an anchor only refers to."""
-    return sum(bytes_of(Entry(known["dtype"], tuple(known["shape"]), 0, 0)) for known in record["tensors"].values())
 
 
 def _is_same(weight: Tensor, found: Tensor) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ class JoinedSource(TensorSource):
             raise AnchorError(
                 f"{label}: {missing[0]} is not in {where[missing[0]]}, which should have it. Copy all files again"
             )
-        self.header = make_header(self.metadata, entries)
+        self.header = Header(dict(self.metadata), entries, 0, at)  # its length is known when it is written
         self.entries = entries
         self.size = index.stat().st_size + sum(part.size for part in self._parts.values())
 
@@ -91,6 +90,15 @@ class ShardedSource(JoinedSource, LocalSource):
             return self._files.setdefault(name, FileSource(path, f"{label}: {name}"))
 
         super().__init__(index, label, part)
+
+    def header_bytes(self) -> bytes:
+        """See `LocalSource`."""
+        return make_header(self.metadata, self.entries)
+
+    def check_unchanged(self) -> None:
+        """See `LocalSource`."""
+        for part in self._files.values():
+            part.check_unchanged()
 
     def blocks(self, start: int, end: int) -> Iterator[bytes]:
         """See `LocalSource`."""
@@ -160,7 +168,7 @@ def cut(source: LocalSource, folder: Path, stem: str, limit: int) -> list[Path]:
     """
     if source.header.data <= limit:
         return [_write(folder / f"{stem}.safetensors", source.as_one_file())]
-    if make_header(source.metadata, source.entries).bytes != source.header.bytes:
+    if _TOTAL in source.metadata or make_header(source.metadata, source.entries) != source.header_bytes():
         raise AnchorError(
             f"{source.label} was written by another tool, in a form that cannot be cut into parts and put together "
             "again. Write it anew first: ewc_finetune.Anchor.load(path).save(another)"
@@ -196,12 +204,24 @@ def _groups(entries: Mapping[str, Entry], limit: int) -> list[list[str]]:
 
 
 def _moved(entry: Entry, by: int) -> Entry:
-    return replace(entry, start=entry.start + by, end=entry.end + by)
+    return entry._replace(start=entry.start + by, end=entry.end + by)
 
 
-def _file(header: Header, data: Iterator[bytes]) -> Iterator[bytes]:
-    yield header.bytes
+def _file(header: bytes, data: Iterator[bytes]) -> Iterator[bytes]:
+    yield header
     yield from data
+
+
+def write_without(source: LocalSource, prefix: str, metadata: Mapping[str, str], path: Path) -> None:
+    """Write the tensors of a source, but for those whose names begin so, as one file; a block at a time."""
+    kept: dict[str, Entry] = {}
+    at = 0
+    for name, entry in source.entries.items():
+        if not name.startswith(prefix):
+            kept[name] = _moved(entry, at - entry.start)
+            at = kept[name].end
+    blocks = (block for name in kept for block in source.blocks(source.entries[name].start, source.entries[name].end))
+    _write(path, _file(make_header(metadata, kept), blocks))
 
 
 def _write(path: Path, blocks: Iterator[bytes]) -> Path:

@@ -267,7 +267,15 @@ def lineage_of(anchors: Sequence[Anchor], lambdas: Sequence[float]) -> list[dict
             entries += [{"name": None, "sha256": digest, "lambda": lam} for digest in merged.get("through", ())]
             place = {} if anchor.place is None else {"hub": str(anchor.place)}
             entries.append({"name": anchor.provenance.name, "sha256": anchor.digest, "lambda": lam, **place})
-    return [entry for index, entry in enumerate(entries) if entry not in entries[:index]]
+    return distinct(entries)
+
+
+def distinct(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return entries of a lineage once each, wherever the anchor was taken from."""
+    first: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for entry in entries:
+        first.setdefault(tuple(repr(entry.get(key)) for key in ("name", "sha256", "lambda")), entry)
+    return list(first.values())
 
 
 def check_together(anchors: Sequence[Anchor], growing: Collection[str] = ()) -> None:

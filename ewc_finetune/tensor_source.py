@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -20,12 +18,18 @@ from torch import Tensor
 from ewc_finetune.errors import AnchorError
 
 _BLOCK = 1 << 20
+# The types of numbers that torch has too, and how many bits each takes.
+_BITS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+}
 # What no header of a safetensors file exceeds: the library reads none beyond it either.
 LARGEST_HEADER = 100 << 20
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """What the header of a safetensors file says of one tensor.
 
     Attributes:
@@ -48,17 +52,14 @@ class Header:
     Attributes:
         metadata: Its texts.
         entries: Of each tensor, in the order of their bytes.
-        bytes: As they are in the file, from the first; the tensors' begin behind them.
+        length: Its own bytes, with the eight that say how many there are; the tensors' begin behind them.
+        data: Bytes of all tensors.
     """
 
     metadata: dict[str, str]
     entries: dict[str, Entry]
-    bytes: bytes
-
-    @property
-    def data(self) -> int:
-        """How many bytes the tensors take."""
-        return max((entry.end for entry in self.entries.values()), default=0)
+    length: int
+    data: int
 
 
 class TensorSource(ABC):
@@ -91,12 +92,24 @@ class LocalSource(TensorSource):
     """Tensors in files on this machine, of which each byte can be had."""
 
     @abstractmethod
+    def header_bytes(self) -> bytes:
+        """Return the header of the one file that they are or could be, with the eight bytes in front of it."""
+
+    @abstractmethod
     def blocks(self, start: int, end: int) -> Iterator[bytes]:
         """Yield bytes of the tensors, from one place behind the header to another, in blocks of a megabyte at most."""
 
+    @abstractmethod
+    def check_unchanged(self) -> None:
+        """Refuse files that are no longer what they were when they were opened.
+
+        Raises:
+            AnchorError: naming the one.
+        """
+
     def as_one_file(self) -> Iterator[bytes]:
         """Yield the bytes of that one file."""
-        yield self.header.bytes
+        yield self.header_bytes()
         yield from self.blocks(0, self.header.data)
 
     def digest(self) -> str:
@@ -122,23 +135,32 @@ class FileSource(LocalSource):
         self.path = path
         self.label = label or str(path)
         self._state = state_of(path)
-        with opened(path, self.label):  # which looks at more than a header alone
+        try:
             self.header = read_header(path, self.label)
+        except OSError as error:
+            raise unreadable(self.label, str(error)) from error
         self.metadata, self.entries = self.header.metadata, self.header.entries
         self.size = self._state[0]
 
     def read(self, name: str) -> Tensor:
         """See `TensorSource`."""
         with opened(self.path, self.label) as file:
-            if state_of(self.path) != self._state:
-                raise AnchorError(f"{self.label} has changed since it was opened. Run the command again")
+            self.check_unchanged()
             tensor: Tensor = file.get_tensor(name)
         return tensor
 
+    def check_unchanged(self) -> None:
+        """See `LocalSource`."""
+        if state_of(self.path) != self._state:
+            raise AnchorError(f"{self.label} has changed since it was opened. Run the command again")
+
+    def header_bytes(self) -> bytes:
+        """See `LocalSource`."""
+        return b"".join(blocks_of(self.path, 0, self.header.length))
+
     def blocks(self, start: int, end: int) -> Iterator[bytes]:
         """See `LocalSource`."""
-        behind = len(self.header.bytes)
-        return blocks_of(self.path, behind + start, behind + end)
+        return blocks_of(self.path, self.header.length + start, self.header.length + end)
 
 
 @contextmanager
@@ -190,7 +212,7 @@ def read_header(path: Path, label: str) -> Header:
     with path.open("rb") as file:
         start = file.read(8)
         header = parse_header(start + file.read(header_length(start, label)), label)
-    if len(header.bytes) + header.data != path.stat().st_size:
+    if header.length + header.data != path.stat().st_size:
         raise unreadable(label, "its size is not what its header says")
     return header
 
@@ -222,18 +244,20 @@ def parse_header(found: bytes, label: str) -> Header:
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise unreadable(label, "its header is damaged") from error
-    entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)))
+    entries = dict(sorted(entries.items(), key=lambda item: item[1][2:]))
     at = 0
-    for entry in entries.values():
+    for name, entry in entries.items():
+        if entry.kind not in _BITS:
+            raise unreadable(label, f"{name} has the type {entry.kind!r:.20}, which is not one of {', '.join(_BITS)}")
         if entry.start != at or entry.end < at or entry.end - at != bytes_of(entry):
             raise unreadable(label, "its header does not fit its tensors")
         at = entry.end
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise unreadable(label, "its metadata are not texts")
-    return Header(metadata, entries, found)
+    return Header(metadata, entries, len(found), at)
 
 
-def make_header(metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> Header:
+def make_header(metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> bytes:
     """Return the header that `write_tensors` gives a file with these tensors: metadata in order, padded to 8 bytes."""
     document: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     for name, entry in entries.items():
@@ -244,7 +268,7 @@ def make_header(metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> He
         }
     text = header_text(document)
     text += b" " * (-len(text) % 8)
-    return Header(dict(metadata), dict(entries), len(text).to_bytes(8, "little") + text)
+    return len(text).to_bytes(8, "little") + text
 
 
 def header_text(document: Mapping[str, Any]) -> bytes:
@@ -260,11 +284,4 @@ def _whole(numbers: Any) -> tuple[int, ...]:
 
 def bytes_of(entry: Entry) -> int:
     """Return how many bytes a tensor takes."""
-    return math.prod(entry.shape) * _bits(entry.kind) // 8
-
-
-@cache
-def _bits(kind: str) -> int:
-    """Return how many bits a number takes: the first number in F32, BF16, I64, F8_E4M3; BOOL has none, and a byte."""
-    found = re.search(r"\d+", kind)
-    return int(found[0]) if found else 8
+    return math.prod(entry.shape) * _BITS[entry.kind] // 8

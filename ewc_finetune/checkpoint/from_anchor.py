@@ -47,9 +47,9 @@ class FromAnchor(Weights, SingleFile):
             head=anchor.provenance.head,
         )
         state = {**anchor.weights, **anchor.buffers}
-        remarks: tuple[str, ...] = ()
+        remarks = anchor.remarks
         if origin.get("form"):
-            remarks = (
+            remarks += (
                 f"{anchor.label}: its checkpoint had the weights {origin['form']}, beside what an anchor does not "
                 f"keep; what is written has them alone. To keep the rest: --model {origin.get('file') or 'FILE'}",
             )

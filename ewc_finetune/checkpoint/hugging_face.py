@@ -29,12 +29,12 @@ from ewc_finetune.checkpoint.checkpoint import Checkpoint, Record, cpu_state
 from ewc_finetune.checkpoint.weights import Weights
 from ewc_finetune.choices import LikelihoodName
 from ewc_finetune.devices import random_state_kept
-from ewc_finetune.errors import ArchitectureError, CheckpointError, HubError, StorageError, UsageError, few
+from ewc_finetune.errors import ArchitectureError, CheckpointError, HubError, StorageError, UsageError, few, redacted
 from ewc_finetune.files import atomic_folder, storage_errors
-from ewc_finetune.hub.address import HubAddress, redacted
+from ewc_finetune.hub.address import HubAddress, checked
 from ewc_finetune.hub.anchor_files import ANCHOR_FILES, has_anchor
 from ewc_finetune.hub.client import hub_errors
-from ewc_finetune.hub.repository import look_up
+from ewc_finetune.hub.repository import look_up, remember
 from ewc_finetune.purpose import Purpose, Task
 
 HUB = "hf:"
@@ -313,9 +313,11 @@ def address_of(name: str) -> HubAddress:
         UsageError: if it names none.
     """
     repository, _, revision = name.removeprefix(HUB).partition("@")
-    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repository, re.ASCII) is None:
-        raise UsageError(f"{redacted(name)!r} names no model on the Hub; expected hf:ORG/NAME, @REVISION behind it")
-    return HubAddress(repository, revision or None)
+    try:
+        return checked(HubAddress(repository, revision or None), name)
+    except UsageError:
+        form = "expected hf:ORG/NAME, with @REVISION behind it where that matters"
+        raise UsageError(f"{redacted(name)!r} names no model on the Hub; {form}") from None
 
 
 def download(name: str) -> tuple[Path, str, tuple[str, ...]]:
@@ -352,8 +354,12 @@ def download(name: str) -> tuple[Path, str, tuple[str, ...]]:
     if any(file.endswith(".safetensors") for file in found.files):
         stale.append("*.bin")
     with hub_errors(found.address):
-        folder = snapshot_download(address.repository, revision=found.commit, ignore_patterns=stale)
-    return Path(folder), pinned, found.remarks
+        folder = Path(snapshot_download(address.repository, revision=found.commit, ignore_patterns=stale))
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".safetensors", ".bin"):
+            found.check(path.name, path)
+    remember(found)
+    return folder, pinned, found.remarks
 
 
 def require_transformers() -> Any:

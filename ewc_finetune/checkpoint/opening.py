@@ -30,9 +30,9 @@ from ewc_finetune.choices import LikelihoodName
 from ewc_finetune.devices import random_state_kept
 from ewc_finetune.errors import CheckpointError
 from ewc_finetune.files import sha256
-from ewc_finetune.hub.address import is_address, parse_address
+from ewc_finetune.hub.address import is_address, is_commit, parse_address
 from ewc_finetune.hub.anchor_files import anchor_in, fetch_with_parts, has_anchor, is_pushed, peek
-from ewc_finetune.hub.repository import look_up
+from ewc_finetune.hub.repository import look_up, remember
 from ewc_finetune.purpose import Purpose
 from ewc_finetune.shards import PART
 
@@ -176,6 +176,7 @@ def _load_from_hub(text: str, trust_pickle: bool) -> Checkpoint:
         return _load_named(f"{HUB}{address.repository}@{address.revision}")
     if address.file is not None and address.file in repository.files:
         path = fetch_with_parts(repository, address.file).path
+        remember(repository)
         if detect(path) != "anchor":
             found = _load_path(path, trust_pickle)
             found.label = str(address)
@@ -210,6 +211,25 @@ def _load_named(name: str) -> HuggingFace:
     found = _load_folder(folder, pinned)
     found.remarks += remarks
     return found
+
+
+def pinned(model: str) -> tuple[str, tuple[str, ...]]:
+    """Return the name of a model on the Hub with the commit that it is now, fetched; and remarks.
+
+    Raises:
+        HubError: if it cannot be had.
+    """
+    if not is_address(model):
+        address = address_of(model)
+        return (model, ()) if is_commit(address.revision or "") else download(model)[1:]
+    address = parse_address(model)
+    if is_commit(address.revision or ""):
+        return model, ()
+    repository = look_up(address)
+    if address.file is not None and address.file in repository.files:
+        fetch_with_parts(repository, address.file)
+        remember(repository)
+    return str(address.at(repository.commit)), repository.remarks
 
 
 def on_this_machine(model: str | Path) -> Path:
@@ -254,7 +274,7 @@ def _load_folder(folder: Path, label: str) -> HuggingFace:
 def ending_of(path: str | Path) -> str:
     """Return how files end that are in the format of this one, or of what an anchor was made from."""
     if is_address(path):
-        return load_checkpoint(path).ending
+        return _ending_on_hub(path)
     if is_on_hub(path):
         return HuggingFace.ending
     path = Path(path)
@@ -265,6 +285,15 @@ def ending_of(path: str | Path) -> str:
         found = Anchor.open(path, digest=False).provenance.checkpoint.get("format")
         found = SafetensorsFile.format if found == Sharded.format else found  # of which an anchor makes one file
     return next((kind.ending for kind in (*_KINDS, HuggingFace) if kind.format == found), StateDict.ending)
+
+
+def _ending_on_hub(text: str) -> str:
+    """Return the same of what an address means; of an anchor no tensor is read."""
+    repository = look_up(parse_address(text))
+    address = repository.address
+    if address.file is not None and address.file in repository.files:
+        return ending_of(fetch_with_parts(repository, address.file).path)
+    return ending_of(anchor_in(repository).path) if has_anchor(repository) else HuggingFace.ending
 
 
 def _mapping(document: Any) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ewc_finetune.choices import CURVATURE_DTYPES, CurvatureDtype, check_choice
+from ewc_finetune.errors import NonFiniteError
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # The largest power of two that float16 has, and the smallest that float32 has in full precision.
@@ -83,13 +84,19 @@ def describe(storage: Mapping[str, Any]) -> str:
 
 
 def rounded(fisher: Mapping[str, Tensor], dtype: CurvatureDtype) -> tuple[dict[str, Tensor], Storage | None]:
-    """Return a Fisher as it will be read back when it is stored in a dtype, and what that costs; None for float32."""
+    """Return a Fisher as it will be read back when it is stored in a dtype, and what that costs; None for float32.
+
+    Raises:
+        NonFiniteError: naming a tensor with NaN or infinity.
+    """
     check_choice("curvature dtype", dtype, CURVATURE_DTYPES)
     if dtype == "float32":
         return dict(fisher), None
     found = {}
     off, norm, raised = 0.0, 0.0, 0
     for name, value in fisher.items():
+        if not value.isfinite().all():
+            raise NonFiniteError(f"fisher.{name} holds NaN or infinity, which half precision would hide")
         stored, scale = encode(value, dtype)
         found[name] = decode(stored, scale)
         exact = value.double()

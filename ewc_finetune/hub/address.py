@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeGuard
 from urllib.parse import unquote
 
-from ewc_finetune.errors import UsageError
+from ewc_finetune.errors import UsageError, redacted
 
 SCHEME = "hf://"
 _FORM = "hf://ORG/NAME, with @REVISION and /FILE behind it where they matter"
@@ -18,8 +18,6 @@ _REFS = re.compile(r"refs/(?:pr/\d+|convert/[\w.-]+)(?=/|$)")
 _OTHER_KINDS = ("datasets", "spaces", "buckets", "kernels")
 # No part of a path.
 _NO_PARTS = ("", ".", "..")
-# What looks like a token of the Hub.
-_TOKEN = re.compile(r"\b(hf_|api_org_)[A-Za-z0-9]{6,}")
 
 
 @dataclass(frozen=True)
@@ -66,47 +64,59 @@ def parse_address(text: str) -> HubAddress:
     Raises:
         UsageError: if it is none, saying what is wrong with it.
     """
-    shown = redacted(text)
     parts = text.removeprefix(SCHEME).removeprefix("models/").split("/", 1)
     if parts[0] in _OTHER_KINDS:
-        raise UsageError(f"{shown} is in one of the Hub's {parts[0]}; anchors and models are in model repositories")
+        raise UsageError(
+            f"{redacted(text)} is in one of the Hub's {parts[0]}; anchors and models are in model repositories"
+        )
     if len(parts) < 2:
-        raise UsageError(f"{shown!r} names no repository on the Hub; expected {_FORM}")
+        raise UsageError(f"{redacted(text)!r} names no repository on the Hub; expected {_FORM}")
     name, separator, behind = _name_and_rest(parts[1])
-    repository = f"{parts[0]}/{name}"
-    if not all(_PART.fullmatch(part) and "--" not in part and ".." not in part for part in (parts[0], name)):
+    revision, file = None, behind
+    if separator == "@":
+        special = _REFS.match(behind)
+        revision = special[0] if special else behind.partition("/")[0]
+        file = behind[len(revision) :].removeprefix("/")
+    return checked(
+        HubAddress(f"{parts[0]}/{name}", None if revision is None else unquote(revision), file or None), text
+    )
+
+
+def checked(address: HubAddress, text: str) -> HubAddress:
+    """Return an address whose parts the Hub, git and a file system may well have.
+
+    Args:
+        address: Its repository may be without an organisation.
+        text: What it was read from, for messages.
+
+    Raises:
+        UsageError: naming what cannot be.
+    """
+    shown = redacted(text)
+    names = address.repository.split("/")
+    if len(names) > 2 or not all(_PART.fullmatch(n) and "--" not in n and ".." not in n for n in names):
         raise UsageError(f"{shown!r} names no repository on the Hub; expected {_FORM}")
-    if separator != "@":
-        return HubAddress(repository, None, _file(behind, shown))
-    special = _REFS.match(behind)
-    revision = special[0] if special else behind.partition("/")[0]
-    file = behind[len(revision) :].removeprefix("/")
-    revision = unquote(revision)
-    if not re.fullmatch(r"[^\s\\:?*\[~^\x00-\x1f\x7f]+", revision) or not set(revision.split("/")).isdisjoint(
-        _NO_PARTS
-    ):
+    if address.revision is not None and not _is_revision(address.revision):
         raise UsageError(f"{shown!r} has no revision behind the @ that git could have; expected {_FORM}")
-    return HubAddress(repository, revision, _file(file, shown))
+    parts = [] if address.file is None else address.file.split("/")
+    if any(part in _NO_PARTS or "\\" in part or not part.isprintable() for part in parts):
+        raise UsageError(f"{shown!r} names no file in a repository; expected {_FORM}")
+    return address
 
 
-def redacted(text: str) -> str:
-    """Return a text without what looks like a token of the Hub."""
-    return _TOKEN.sub(r"\1***", text)
+def _is_revision(text: str) -> bool:
+    parts = text.split("/")
+    return (
+        re.fullmatch(r"[^\s\\:?*\[~^\x00-\x1f\x7f]+", text) is not None
+        and set(parts).isdisjoint(_NO_PARTS)
+        and not any(part.startswith(("-", ".")) or part.endswith((".lock", ".")) or ".." in part for part in parts)
+    )
 
 
 def _name_and_rest(text: str) -> tuple[str, str, str]:
     """Split `NAME[@REVISION][/FILE]` at whichever comes first."""
     found = re.match(r"([^@/]*)([@/]?)(.*)", text, re.DOTALL)
     return (text, "", "") if found is None else (found[1], found[2], found[3])
-
-
-def _file(text: str, shown: str) -> str | None:
-    if not text:
-        return None
-    parts = text.split("/")
-    if any(part in _NO_PARTS or "\\" in part or not part.isprintable() for part in parts):
-        raise UsageError(f"{shown!r} names no file in a repository: {redacted(text)!r}. Expected {_FORM}")
-    return text
 
 
 def _quoted(revision: str) -> str:

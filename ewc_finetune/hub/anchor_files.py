@@ -9,7 +9,7 @@ from ewc_finetune.errors import HubError, few
 from ewc_finetune.hub.address import HubAddress, parse_address
 from ewc_finetune.hub.client import UnreachableError
 from ewc_finetune.hub.remote import RemoteSource
-from ewc_finetune.hub.repository import Fetched, Repository, look_into_cache, look_up
+from ewc_finetune.hub.repository import Fetched, Repository, look_into_cache, look_up, look_up_now, remember
 from ewc_finetune.shards import INDEX, JoinedSource, ShardedSource, parts_named
 from ewc_finetune.tensor_source import FileSource, LocalSource, TensorSource
 
@@ -17,7 +17,7 @@ from ewc_finetune.tensor_source import FileSource, LocalSource, TensorSource
 STEM = "anchor"
 _FILE, _PARTS = f"{STEM}.safetensors", f"{STEM}{INDEX}"
 # What is of an anchor in a repository that has something else too.
-ANCHOR_FILES = (_FILE, _PARTS, f"{STEM}-*-of-*.safetensors", f"*.{_FILE}", f"*.{_PARTS}", "importance.png")
+ANCHOR_FILES = (_FILE, _PARTS, f"{STEM}-*-of-*.safetensors", f"*.{_FILE}", f"*.{_PARTS}", "anchor-importance.png")
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ def anchor_in(repository: Repository) -> HubAnchor:
     file = anchor_file(repository)
     place = repository.address.at(repository.commit, file)
     main = fetch_with_parts(repository, file)
+    remember(repository)
     if not main.parts:
         return HubAnchor(place, main.path, FileSource(main.path, str(place)), main.sha256, repository.remarks)
     source = ShardedSource(main.path, str(place), main.parts)
@@ -103,35 +104,23 @@ def peek(text: str) -> Peeked | None:
     repository = look_up(parse_address(text))
     file = anchor_file(repository)
     place = repository.address.at(repository.commit, file)
-    whole = look_into_cache(place)
-    where = repository if whole is None else replace(repository, files={**repository.files, **whole.files})
+    cached = look_into_cache(place)
 
     def part(name: str) -> TensorSource:
         path = str(PurePosixPath(file).with_name(name))
-        if whole is not None and path in whole.files:
-            return FileSource(whole.fetch(path).path, f"{place.at(repository.commit, path)}")
-        if path not in where.files:
+        at = place.at(repository.commit, path)
+        if cached is not None and path in cached.files:
+            return FileSource(cached.fetch(path).path, str(at))
+        there = repository if repository.cached is None else look_up_now(at)
+        if path not in there.files:
             raise HubError(f"{place} names {path}, which is not in the repository. Don't use it")
-        return RemoteSource(place.at(repository.commit, path), where.files[path].size or 0)
+        return RemoteSource(at, there.files[path].size or 0)
 
     if file.endswith(INDEX):
         return Peeked(JoinedSource(repository.fetch(file).path, str(place), part), place, None, repository.remarks)
     if not file.endswith(".safetensors"):
         return None
-    return Peeked(part(PurePosixPath(file).name), place, where.files[file].sha256, repository.remarks)
-
-
-def pinned(text: str) -> tuple[str, tuple[str, ...]]:
-    """Return the address of the anchor that this one means, at the commit that its revision is now, and remarks.
-
-    Raises:
-        HubError: if there is none, or the Hub cannot be asked and it is not in the cache.
-    """
-    address = parse_address(text)
-    if address.is_pinned:
-        return str(address), ()
-    repository = look_up(address)
-    return str(repository.address.at(repository.commit, anchor_file(repository))), repository.remarks
+    return Peeked(part(PurePosixPath(file).name), place, repository.files[file].sha256, repository.remarks)
 
 
 def has_anchor(repository: Repository) -> bool:

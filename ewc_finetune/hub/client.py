@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, TypeVar
-from urllib.parse import urlsplit
 
-from ewc_finetune.errors import EwcError, HubError, StorageError
-from ewc_finetune.hub.address import HubAddress, redacted
+from ewc_finetune.errors import EwcError, HubError, StorageError, redacted
+from ewc_finetune.hub.address import HubAddress
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -49,8 +48,7 @@ def endpoint() -> str:
     """Return the address of the Hub, for messages and links; without a password, should it have one."""
     from huggingface_hub import constants
 
-    parts = urlsplit(constants.ENDPOINT)
-    return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "") + parts.path
+    return re.sub(r"//[^/@]*@", "//", constants.ENDPOINT)
 
 
 def is_offline() -> bool:
@@ -186,7 +184,7 @@ _OF_STATUS = {
 def _of_status(error: HfHubHTTPError, words: Mapping[str, object]) -> HubError:
     """Return the error of an answer that has a number and no kind of its own."""
     status = error.response.status_code
-    said = redacted(str(error.server_message or "").strip().partition("\n")[0])[:200].rstrip(".")
+    said = _without_token(str(error.server_message or "").strip().partition("\n")[0])[:200].rstrip(".")
     told = f" ({said})" if said else ""
     if status == 429:
         wait = asked_to_wait(error)
@@ -214,7 +212,8 @@ def _of_disk(error: OSError, address: HubAddress) -> StorageError:
     """Return the error of a cache that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(f"{address} cannot be stored: the disk is full. Free some space, or set HF_HOME elsewhere")
-    return StorageError(f"{address} cannot be stored in {error.filename}: {error.strerror}. Set HF_HOME elsewhere")
+    where = error.filename or "the cache"
+    return StorageError(f"{address} cannot be stored in {where}: {error.strerror}. Set HF_HOME elsewhere")
 
 
 def has_token() -> bool:
@@ -224,7 +223,14 @@ def has_token() -> bool:
     return get_token() is not None
 
 
+def _without_token(text: str) -> str:
+    """Return a text without the user's token, or what looks like one."""
+    from huggingface_hub import get_token
+
+    return redacted(text.replace(get_token() or "\0", "***"))
+
+
 def _first_line(error: Exception) -> str:
     """Return what an error says, without the signed part of addresses."""
-    text = redacted(str(error).strip().partition("\n")[0])
+    text = _without_token(str(error).strip().partition("\n")[0])
     return re.sub(r"\?\S+", "?...", text)[:200] or "no reason given"

@@ -37,7 +37,7 @@ def make_repository(address: HubAddress, private: bool) -> None:
     """
     with hub_errors(address):
         patiently(lambda: api().create_repo(address.repository, private=private or None, exist_ok=True))
-        if address.revision is not None:
+        if address.revision is not None and not address.revision.startswith("refs/"):
             branch = address.revision
             patiently(lambda: api().create_branch(address.repository, branch=branch, exist_ok=True))
 

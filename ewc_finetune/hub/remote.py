@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
 from ewc_finetune.errors import HubError
 from ewc_finetune.hub.address import HubAddress
-from ewc_finetune.hub.client import hub_errors
-from ewc_finetune.tensor_source import Entry, TensorSource, header_length, make_header, parse_header, unreadable
+from ewc_finetune.hub.client import PATIENCE, hub_errors, patiently
+from ewc_finetune.tensor_source import TensorSource, header_length, make_header, parse_header, unreadable
 
 # Nearly every header is shorter, so that it takes one request.
 _FIRST = 1 << 17
+_BLOCK = 1 << 16
 
 
 class RemoteSource(TensorSource):
@@ -30,6 +34,8 @@ class RemoteSource(TensorSource):
         self.place = place
         self.label = str(place)
         self.size = size
+        if size == 0:
+            raise unreadable(self.label, "it is empty")
         found = self._bytes(0, min(_FIRST, size))
         end = 8 + header_length(found, self.label)
         if end > size:
@@ -44,27 +50,46 @@ class RemoteSource(TensorSource):
     def read(self, name: str) -> Tensor:
         """See `TensorSource`."""
         entry = self.entries[name]
-        behind = len(self.header.bytes)
+        behind = self.header.length
         found = self._bytes(behind + entry.start, behind + entry.end) if entry.end > entry.start else b""
-        alone = Entry(entry.kind, entry.shape, 0, entry.end - entry.start)
-        return load(make_header({}, {name: alone}).bytes + found)[name]
+        alone = entry._replace(start=0, end=entry.end - entry.start)
+        try:
+            return load(make_header({}, {name: alone}) + found)[name]
+        except (SafetensorError, KeyError) as error:
+            raise unreadable(self.label, str(error)) from error
 
     def _bytes(self, start: int, end: int) -> bytes:
-        """Fetch the bytes from one place to another."""
-        from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+        """Fetch the bytes from one place to another; where the connection is cut, go on from there."""
+        found = bytearray()
 
-        place = self.place
+        def fetch_rest() -> None:
+            for block in self._answer(start + len(found), end):
+                found.extend(block)
+
+        with hub_errors(self.place):
+            while len(found) < end - start:
+                before = len(found)
+                patiently(fetch_rest)
+                if len(found) == before:
+                    raise HubError(f"{self.place}: the Hub sent less than was asked for. Run the command again")
+        return bytes(found)
+
+    def _answer(self, start: int, end: int) -> Iterator[bytes]:
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+        place, left = self.place, end - start
         url = hf_hub_url(place.repository, str(place.file), revision=place.revision)
         headers = {**build_hf_headers(library_name="ewc-finetune"), "Range": f"bytes={start}-{end - 1}"}
         headers["Accept-Encoding"] = "identity"  # what is packed has other ranges
-        with hub_errors(place), http_stream_backoff("GET", url, headers=headers, follow_redirects=True) as answer:
+        with get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=PATIENCE) as answer:
             hf_raise_for_status(answer)
             if answer.status_code != 206:
                 raise HubError(
                     f"{place}: the Hub sends no parts of files. Use `ewc-ft pull`, and inspect what it wrote"
                 )
-            found: bytes = answer.read()
-        if len(found) != end - start:
-            raise HubError(f"{place}: the Hub sent {len(found):,} bytes where {end - start:,} were asked for")
-        return found
+            for block in answer.iter_bytes(_BLOCK):
+                left -= len(block)
+                if left < 0:
+                    raise HubError(f"{place}: the Hub sent more than was asked for")
+                yield block

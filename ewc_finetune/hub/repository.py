@@ -95,7 +95,18 @@ class Repository:
         if promise is None:
             raise HubError(f"{place} is not there: {self._contents()}")
         path = self._download(file) if self.cached is None else self.cached / file
-        return Fetched(path, _checked(path, promise, place))
+        return Fetched(path, self.check(file, path))
+
+    def check(self, file: str, path: Path) -> str:
+        """Return the SHA-256 of a file that was fetched.
+
+        Raises:
+            HubError: if it is not what was promised.
+        """
+        promise = self.files.get(file) or Promise()
+        if promise.sha256 is None and promise.blob is None:
+            promise = _promised(path)  # for a Hub that says nothing in its list
+        return _checked(path, promise, self.address.at(self.commit, file))
 
     def _download(self, file: str) -> Path:
         from huggingface_hub import hf_hub_download
@@ -127,16 +138,13 @@ def look_up(address: HubAddress) -> Repository:
     if address.is_pinned and cached is not None and address.file in cached.files:
         return cached
     try:
-        found = look_up_now(address)
+        return look_up_now(address)
     except UnreachableError as error:
         if cached is None:
             raise UnreachableError(f"{address} is not in the cache, and {error}") from None
         if is_offline():
             return cached
         return replace(cached, remarks=(f"{address}: taken from the cache (commit {cached.commit[:12]}), for {error}",))
-
-    _remember(found)
-    return found
 
 
 def look_up_now(address: HubAddress) -> Repository:
@@ -162,10 +170,13 @@ def look_up_now(address: HubAddress) -> Repository:
     return Repository(address, found.sha, files, private=found.private)
 
 
-def _remember(found: Repository) -> None:
-    """Have the cache know what a branch is now, as the client does, should there be no connection later."""
+def remember(found: Repository) -> None:
+    """Have the cache know what a branch is now, as the client does, should there be no connection later.
+
+    For when all is fetched that somebody would want then.
+    """
     revision = found.address.revision or _DEFAULT_BRANCH
-    if is_commit(revision):
+    if is_commit(revision) or found.cached is not None:
         return
     ref = _folder_of(found.address) / "refs" / revision
     with contextlib.suppress(OSError):
@@ -217,11 +228,12 @@ def _checked(path: Path, promise: Promise, place: HubAddress) -> str:
     else:
         return found
     if own != expected:
-        path.resolve().unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a cache that others look after may be read only
+            path.resolve().unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         raise HubError(
             f"{place} is not what the Hub promised: its {kind} is {own}, and should be {expected}. It was taken out of "
-            "the cache; run the command again, and if it stays so, don't use it"
+            "the cache if that may be written to; run the command again, and if it stays so, don't use it"
         )
     return found
 

@@ -98,8 +98,8 @@ def _weights(found: Inspection) -> str:
     elsewhere = found.provenance.weights_reference
     if elsewhere is None:
         return text
-    files = some(sorted(elsewhere["files"]))
-    return f"{text}. What they are is not in the file: they are fetched from {files} of the base model, and checked"
+    files, place = some(sorted(elsewhere["files"])), code(f"{elsewhere['repository']}@{elsewhere['revision']}")
+    return f"{text}. What they are is not in the file: they are fetched from {files} of {place}, and checked"
 
 
 def _data(data: Mapping[str, Any]) -> str:

@@ -53,7 +53,7 @@ from ewc_finetune.verbs.evaluate import Score
 from ewc_finetune.verbs.journal import Journal
 from ewc_finetune.verbs.lambda_search import DEFAULT_TOLERANCE, Search
 from ewc_finetune.verbs.movement import movements
-from ewc_finetune.verbs.pinning import pinned_anchor, pinned_model
+from ewc_finetune.verbs.pinning import fetched_anchors, pinned_model
 from ewc_finetune.verbs.recording import asked, defaults, identify, is_told, listed
 from ewc_finetune.verbs.recording import found as recorded
 from ewc_finetune.verbs.remarks import say
@@ -193,7 +193,7 @@ def finetune(
     schedule = Schedule(**training)
     _check_words(penalty_form, lineage, head)
     arguments["model"] = model = pinned_model(model, progress)
-    arguments["anchors"] = given = [pinned_anchor(anchor, progress) for anchor in listed(anchors)]
+    given, arguments["anchors"] = fetched_anchors(listed(anchors))
     options = asked(arguments, schedule)
     earlier = None if resume is None else read_run(Path(resume))
     output = None if output is None else Path(output)

@@ -130,7 +130,7 @@ def inspect(file: str | Path, *, plot: str | Path | None = None, overwrite: bool
         check_output(Path(plot), overwrite, [file])
     there = _on_the_hub(file) if is_address(file) else None
     source = open_source(Path(file)) if there is None else there.source
-    anchor = Anchor.of(source, place=None if there is None else there.place)
+    anchor = Anchor.of(source, Path(file), None if there is None else there.place)
     origin = anchor.provenance
     if not origin.importance:
         origin = replace(origin, importance=[asdict(layer) for layer in _importance(anchor)])

@@ -2,48 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
 from torch import nn
 
 from ewc_finetune.anchor import Anchor
-from ewc_finetune.checkpoint.hugging_face import HUB, address_of
-from ewc_finetune.hub.address import is_address, is_commit, parse_address
-from ewc_finetune.hub.anchor_files import pinned
-from ewc_finetune.hub.repository import look_up
+from ewc_finetune.checkpoint.opening import is_on_hub, pinned
+from ewc_finetune.hub.address import is_address, parse_address
 from ewc_finetune.progress import Progress
 
 M = TypeVar("M", bound="str | Path | nn.Module | None")
 A = TypeVar("A", bound="Anchor | str | Path")
 
 
-def pinned_anchor(anchor: A, progress: Progress) -> A | str:
-    """Return an anchor as it is, and an address with the commit and the file that it means.
+def fetched_anchors(
+    anchors: Iterable[Anchor | str | Path],
+) -> tuple[list[Anchor | str | Path], list[Anchor | str | Path]]:
+    """Return anchors, those on the Hub opened; and what each is, of those the address at its commit.
 
     Raises:
-        HubError: see `pinned`.
+        HubError: if one cannot be had.
     """
-    if not is_address(anchor):
+    given = list(anchors)
+    opened = [Anchor.open(anchor) if is_address(anchor) else anchor for anchor in given]
+    told = [
+        str(found.place) if isinstance(found, Anchor) and is_address(anchor) else anchor
+        for anchor, found in zip(given, opened, strict=True)
+    ]
+    return opened, told
+
+
+def pinned_anchor(anchor: A, progress: Progress) -> A | str:
+    """Return an anchor as it is, and an address with the commit and the file that it means, which are fetched.
+
+    Raises:
+        HubError: if it cannot be had.
+    """
+    if not is_address(anchor) or parse_address(anchor).is_pinned:
         return anchor
-    place, remarks = pinned(anchor)
-    for remark in remarks:
+    found = Anchor.open(anchor)
+    for remark in found.remarks:
         progress.note(remark)
-    return place
+    return str(found.place)
 
 
 def pinned_model(model: M, progress: Progress) -> M | str:
-    """Return a model as it is, and one on the Hub with its commit.
+    """Return a model as it is, and one on the Hub with its commit, fetched.
 
     Raises:
-        HubError: if there is none, or the Hub cannot be asked and it is not in the cache.
+        HubError: if it cannot be had.
     """
-    if not isinstance(model, str) or not model.startswith(HUB):
+    if not isinstance(model, str) or not is_on_hub(model):
         return model
-    address = parse_address(model) if is_address(model) else address_of(model)
-    if is_commit(address.revision or ""):
-        return model
-    repository = look_up(address)
-    for remark in repository.remarks:
+    name, remarks = pinned(model)
+    for remark in remarks:
         progress.note(remark)
-    return str(address.at(repository.commit)) if is_address(model) else f"{HUB}{address.repository}@{repository.commit}"
+    return name

@@ -12,7 +12,7 @@ from ewc_finetune.checkpoint.hugging_face import HUB
 from ewc_finetune.checkpoint.opening import place_of
 from ewc_finetune.errors import AnchorError
 from ewc_finetune.files import atomic_write, beside, check_output
-from ewc_finetune.hub.address import SCHEME, HubAddress
+from ewc_finetune.hub.address import HubAddress, parse_address
 from ewc_finetune.hub.anchor_files import fetch_anchor
 from ewc_finetune.progress import Progress, Silent
 
@@ -39,7 +39,11 @@ class Pulled:
 
 
 def pull(
-    place: str, *, output: str | Path | None = None, overwrite: bool = False, progress: Progress | None = None
+    place: str | HubAddress,
+    *,
+    output: str | Path | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
 ) -> Pulled:
     """Fetch an anchor from the Hub for good, as the one file that it was when it was pushed.
 
@@ -57,11 +61,11 @@ def pull(
         StorageError: if the file cannot be written.
     """
     progress = progress or Silent()
-    address = place if place.startswith(SCHEME) else SCHEME + place.removeprefix(HUB)
-    path = default_output(address) if output is None else Path(output)
+    address = place if isinstance(place, HubAddress) else parse_address(place.removeprefix(HUB).removeprefix("//"))
+    path = default_output(str(address)) if output is None else Path(output)
     check_output(path, overwrite)
     progress.note(f"fetching {address}")
-    found = fetch_anchor(address)
+    found = fetch_anchor(str(address))
     anchor = Anchor.of_hub(found)
     for remark in anchor.remarks:
         progress.note(remark)

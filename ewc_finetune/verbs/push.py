@@ -23,17 +23,18 @@ from ewc_finetune.hub.repository import Repository, look_up_now
 from ewc_finetune.model_card.card import updated_card
 from ewc_finetune.model_card.importance import largest
 from ewc_finetune.model_card.published import Published
+from ewc_finetune.model_card.text import REVISION
 from ewc_finetune.probe_file import bytes_of, describe, records_of
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.provenance import Provenance
-from ewc_finetune.shards import INDEX, cut
+from ewc_finetune.shards import INDEX, cut, write_without
 from ewc_finetune.verbs.inspect import Inspection, inspect
 
 # As the Hub shards models.
 LARGEST_SHARD = "5GB"
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _CARD = "README.md"
-_FIGURE = "importance.png"
+_FIGURE = "anchor-importance.png"
 _PART = re.compile(rf"{STEM}-\d{{5}}-of-\d{{5}}\.safetensors")
 # How often it thinks again when somebody else was faster.
 _TRIES = 3
@@ -128,6 +129,7 @@ def push(
         )
         with _making(address, private, create_pr, progress):
             for _ in range(_TRIES):
+                source.check_unchanged()
                 done = _push_once(names, found, place, Path(folder), message, create_pr, probes, progress)
                 if done is not None:
                     return done
@@ -218,7 +220,10 @@ def _target(repository: str, revision: str | None) -> HubAddress:
         raise UsageError(f"an anchor is pushed to ORG/NAME: {error}") from error
     if address.file is not None or (address.revision is not None and revision is not None):
         raise UsageError(f"{repository} should name a repository alone, ORG/NAME; the branch goes into --revision")
-    return parse_address(str(HubAddress(address.repository, revision or address.revision)))
+    branch = revision or address.revision
+    if branch is not None and not REVISION.fullmatch(branch):
+        raise UsageError(f"{branch!r} is no branch to push to; expected letters, digits and . / - _")
+    return parse_address(str(HubAddress(address.repository, branch)))
 
 
 def parse_size(text: int | str) -> int:
@@ -247,14 +252,19 @@ def _as_file(anchor: Anchor | str | Path, probes: bool | None, folder: Path, pro
         )
     if held and probes:
         progress.note(f"the anchor holds {' and '.join(held)}: whoever may read the repository has them")
+    path = folder / "whole.safetensors"
     if held and not probes:
         opened = opened.without_probes()
         progress.note(
             "the samples in the anchor were left out, so that what is pushed has another digest than the file"
         )
-    elif not isinstance(anchor, Anchor) and opened.path is not None:
-        return opened.path
-    return Path(str(opened.save(folder / "whole.safetensors").path))
+    if isinstance(anchor, Anchor) or opened.path is None:
+        return Path(str(opened.save(path).path))
+    if held and not probes:
+        with storage_errors(folder):
+            write_without(open_source(opened.path), "probe.", opened.metadata, path)
+        return path
+    return opened.path
 
 
 def _sizes(additions: Mapping[str, Path | bytes]) -> str:
@@ -268,7 +278,10 @@ def _base_of(origin: Provenance) -> tuple[str | None, str | None]:
     file = origin.checkpoint.get("file") or ""
     if not file.startswith(HUB):
         return None, None
-    address = parse_address(file) if is_address(file) else address_of(file)
+    try:
+        address = parse_address(file) if is_address(file) else address_of(file)
+    except UsageError:  # what others wrote into the anchor may be anything
+        return None, None
     return address.repository, address.revision
 
 

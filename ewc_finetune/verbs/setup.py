@@ -22,7 +22,7 @@ from ewc_finetune.likelihood import Likelihood
 from ewc_finetune.patterns import matching
 from ewc_finetune.penalty import Penalty
 from ewc_finetune.progress import Progress, Silent
-from ewc_finetune.stack import lineage_of, of_one_head, remarks
+from ewc_finetune.stack import distinct, lineage_of, of_one_head, remarks
 from ewc_finetune.verbs.head import class_names, give_head, head_names
 from ewc_finetune.verbs.prepare import prepare
 
@@ -125,7 +125,7 @@ def set_up(
         input=layout.to_json(),
         classes=class_names(known, domain, head),
         head=known.head,
-        lineage=known.lineage + [e for e in lineage_of(anchors, strengths) if e not in known.lineage],
+        lineage=distinct([*known.lineage, *lineage_of(anchors, strengths)]),
         frozen=known.frozen,
     )
     return replace(job, penalty=penalty, record=record)
