@@ -1,6 +1,8 @@
 """Anchors on the Hub: through the real client, against a server of the tests' own."""
 
+import io
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -502,6 +504,76 @@ def test_models_on_the_hub_that_are_no_anchors(hub, tmp_path, ewc_ft, small):
     assert "safetensors" in ewc_ft("inspect", "hf://someone/fisher/plain.safetensors").stderr
 
 
+@pytest.mark.parametrize("limit", ["5GB", "700B"])
+def test_inspect_at_a_commit(hub, anchor, limit, offline):
+    """Also where the index alone is in the cache."""
+    ewc.push(anchor, NAME, max_shard_size=limit)
+    first = ewc.inspect(f"hf://{NAME}")
+    again = ewc.inspect(str(first.file))
+    assert (again.provenance, again.tensors, again.sha256) == (first.provenance, first.tensors, first.sha256)
+    assert first.sha256 == (ewc.Anchor.open(anchor).digest if limit == "5GB" else None)
+    offline()
+    with pytest.raises(UnreachableError):
+        ewc.inspect(str(first.file))
+
+
+def test_looking_does_not_take_away_what_is_in_the_cache(hub, pushed, small, samples, offline):
+    ewc.Anchor.open(f"hf://{NAME}")
+    ewc.push(ewc.consolidate(small, samples, name="new", estimator="empirical"), NAME)
+    assert ewc.inspect(f"hf://{NAME}").provenance.name == "new"
+    hub.fail("GET /cdn/", status=404, times=None)
+    with pytest.raises(HubError):
+        ewc.Anchor.open(f"hf://{NAME}")
+    offline()
+    assert ewc.Anchor.open(f"hf://{NAME}").place == pushed
+
+
+@pytest.mark.parametrize("abruptly", [False, True])
+def test_inspect_goes_on_where_it_was_cut_off(hub, tmp_path, abruptly):
+    path = big_anchor(tmp_path)
+    ewc.push(path, NAME)
+    hub.clear()
+    hub.cut("GET /cdn/", after=70_000, times=2, abruptly=abruptly)
+    assert ewc.inspect(f"hf://{NAME}").tensors == ewc.inspect(path).tensors
+
+
+def test_a_hub_that_lies_about_parts(hub, pushed):
+    hub.fail("GET /cdn/", status=200, body=b"x" * 5000, times=None)
+    with pytest.raises(HubError, match="the Hub sends no parts of files"):
+        ewc.inspect(f"hf://{NAME}")
+    hub.clear()
+    hub.fail("GET /cdn/", status=206, body=b"x" * 500_000, times=None)
+    with pytest.raises(HubError, match="the Hub sent more than was asked for"):
+        ewc.inspect(f"hf://{NAME}")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": {"dtype": "F" + "9" * 5000, "shape": [1], "data_offsets": [0, 4]}},
+        {"a": {"dtype": None, "shape": [1], "data_offsets": [0, 4]}},
+        {"a": {"dtype": "F32", "shape": [2**62, 4], "data_offsets": [0, 4]}},
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 400]}},
+        {"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}},
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}},
+        {"a": {"dtype": "F32", "shape": [1]}},
+        {"a": []},
+        {"__metadata__": {"format": 1}},
+        [],
+    ],
+)
+def test_headers_that_cannot_be(hub, tmp_path, header):
+    text = json.dumps(header).encode()
+    path = tmp_path / "anchor.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    hub.create(NAME)
+    hub.put(NAME, {path.name: path})
+    for use in (ewc.inspect, ewc.Anchor.open):
+        for place in (path, f"hf://{NAME}"):
+            with pytest.raises(AnchorError, match="cannot be read as an anchor"):
+                use(place)
+
+
 def test_several_anchors_in_one_repository(hub, anchor):
     hub.create(NAME)
     hub.put(NAME, {"a.anchor.safetensors": anchor, "deep/b.anchor.safetensors": anchor})
@@ -688,6 +760,8 @@ def test_a_push_that_fails_changes_nothing(hub, pushed, small, samples):
 
 
 def test_what_cannot_be_pushed(hub, tmp_path, anchor, small, samples):
+    with pytest.raises(UsageError, match="is no branch to push to"):
+        ewc.push(anchor, NAME, revision="a;b")
     with pytest.raises(AnchorError, match="there is no anchor at"):
         ewc.push(tmp_path / "none.safetensors", NAME)
     torch.save(small.state_dict(), tmp_path / "model.pt")
@@ -721,6 +795,26 @@ def test_a_full_disk(hub, pushed, tmp_path, monkeypatch):
     with pytest.raises(StorageError, match="the disk is full. Nothing was left behind"):
         ewc.pull(NAME, output=tmp_path / "a.safetensors")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["huggingface", "old.anchor.safetensors"]
+
+
+def test_what_the_client_logs(hub, pushed, ewc_ft):
+    """That it tries again; but no signed address, and nothing at all if that is not wanted."""
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("huggingface_hub").addHandler(handler)
+    try:
+        hub.cut("GET /cdn/", after=100)
+        ewc.Anchor.open(f"hf://{NAME}")
+        assert "Trying to resume download" in said.getvalue()
+        assert "/cdn/" in said.getvalue()
+        assert "Signature" not in said.getvalue()
+        before = said.getvalue()
+        fresh_cache()
+        hub.cut("GET /cdn/", after=100)
+        ewc_ft("pull", NAME, "-o", "x.safetensors", "--quiet")
+        assert said.getvalue() == before
+    finally:
+        logging.getLogger("huggingface_hub").removeHandler(handler)
 
 
 def test_the_token_is_never_shown(hub, anchor, ewc_ft, tmp_path, caplog):

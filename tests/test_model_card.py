@@ -331,19 +331,27 @@ def test_places_that_the_hub_does_not_have_are_refused(found, wrong):
 @pytest.mark.parametrize("eol", ["\n", "\r\n"])
 @pytest.mark.parametrize("bom", ["", "\ufeff"])
 def test_what_is_missing_is_added_where_it_belongs(found, before, after, eol, bom):
-    card, _ = updated_card(f"{bom}---\n{before}---\nText.\n".replace("\n", eol), found, PLACE)
+    place = replace(PLACE, license=None) if "mit" in before else PLACE
+    card, _ = updated_card(f"{bom}---\n{before}---\nText.\n".replace("\n", eol), found, place)
     assert card.startswith(f"{bom}---\n{after}---\nText.\n\n{BEGIN}\n".replace("\n", eol))
     assert eol == "\n" or "\n" not in card.replace("\r\n", "")
 
 
 def test_other_opinions_stay_and_are_told(found):
     card = "---\nlibrary_name: transformers\nlicense: mit\nbase_model: [acme/base, x/y]\ntags: [ewc]\n---\n"
-    new, remarks = updated_card(card, found, replace(PLACE, base_model="acme/base"))
+    new, remarks = updated_card(card, found, replace(PLACE, base_model="acme/base", license=None))
     assert new.startswith(card.replace("[ewc]", "[ewc, fisher-information, continual-learning]"))
     assert remarks == [
         "the README.md of acme/old-anchor says library_name: transformers, not ewc-finetune; it was left as it is",
-        "the README.md of acme/old-anchor says license: mit, not apache-2.0; it was left as it is",
     ]
+    assert "| Licence | `mit` |" in new
+
+
+def test_another_licence_than_the_card_has_is_refused(found):
+    with pytest.raises(HubError, match=r"says license: mit, not apache-2.0. Change it there, or leave --license out"):
+        updated_card("---\nlicense: mit\n---\n", found, PLACE)
+    with pytest.raises(UsageError, match="is no licence that the Hub knows"):
+        updated_card(None, found, replace(PLACE, license="no licence"))
 
 
 @pytest.mark.parametrize(
@@ -354,7 +362,7 @@ def test_other_opinions_stay_and_are_told(found):
     ],
 )  # fmt: skip
 def test_front_matter_that_cannot_be_edited_safely_is_left(found, front):
-    new, remarks = updated_card(f"---\n{front}---\nText\n", found, PLACE)
+    new, remarks = updated_card(f"---\n{front}---\nText\n", found, replace(PLACE, license=None))
     assert new.startswith(f"---\n{front}")
     assert any("cannot edit safely; add tags: [" in remark for remark in remarks)
     assert (yaml.safe_load(front) or {}).items() <= (front_matter(new) or {}).items()
@@ -423,7 +431,7 @@ FRONTS = st.none() | KEYS.flatmap(
 def test_peoples_text_survives_and_a_second_time_changes_nothing(found, bom, front, eol, body):
     head = "" if front is None else f"---\n{front}---\n".replace("\n", eol)
     card = bom + head + body
-    place = replace(PLACE, base_model="acme/base")
+    place = replace(PLACE, base_model="acme/base", license=None)
     # A line of dashes at the top is taken for front matter, as the Hub takes it.
     assume(front is not None or not re.match(r"[ \t\r\n]*---[\r\n]", body))
     new, remarks = updated_card(card, found, place)
@@ -558,7 +566,9 @@ def test_a_hostile_anchor_cannot_get_out_of_its_place(found, origin):
     assert all(link.startswith("https://arxiv.org/abs/") for link in links)
     assert {token.attrs["src"] for token in inline if token.type == "image"} <= {"importance.png"}
     assert [token.tag for token in tokens if token.type == "heading_open"].count("h1") == 1
-    assert sum(token.type == "table_open" for token in tokens) == 1 + bool(read.importance)
+    assert sum(token.type == "table_open" for token in tokens) == 1 + bool(
+        read.importance and read.curvature != "identity"
+    )
     assert sum(token.type == "fence" for token in tokens) == 3
     # As many cells as bars: markdown-it fills up or cuts rows that have too few or too many.
     for line in card.splitlines():

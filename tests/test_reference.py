@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import ewc_finetune as ewc
 from ewc_finetune.errors import AnchorError, HubError, UsageError
 from ewc_finetune.hub.address import HubAddress
 from ewc_finetune.hub.client import UnreachableError
-from ewc_finetune.reference import refer
+from ewc_finetune.reference import Elsewhere, refer
 
 BASE = "lab/base"
 
@@ -102,6 +103,45 @@ def test_a_branch_that_has_moved(plain, data, tmp_path, hub):
     assert put(hub, tmp_path / "base") not in place
     shutil.rmtree(tmp_path / "huggingface")
     assert torch.equal(ewc.Anchor.open(made.path).weights["last.bias"], state["last.bias"])
+
+
+def test_weights_that_were_changed_are_stored(plain, data, tmp_path):
+    made = consolidated(plain[0], data, tmp_path / "a.safetensors", anchor_weights="reference")
+    whole = ewc.Anchor.load(made.path)
+    other = {**whole.weights, "last.bias": whole.weights["last.bias"] + 1}
+    replace(whole, weights=other).save(tmp_path / "b.safetensors")
+    read = ewc.Anchor.load(tmp_path / "b.safetensors")
+    assert all(torch.equal(value, read.weights[name]) for name, value in other.items())
+    assert "last.bias" not in read.provenance.weights_reference["tensors"]
+    replace(whole, weights={n: t + 1 for n, t in other.items()}).save(tmp_path / "c.safetensors")
+    assert ewc.Anchor.open(tmp_path / "c.safetensors").provenance.weights_reference is None
+
+
+def test_what_others_refer_to_is_not_fetched_before_it_is_known(plain, data, tmp_path, hub):
+    made = consolidated(plain[0], data, tmp_path / "a.safetensors", anchor_weights="reference")
+    hub.put(BASE, {"huge.safetensors": b"x" * 2_000_000})
+    commit = hub.commits(BASE)[0].oid
+
+    def change(record, tensors):
+        record["revision"] = commit
+        renamed("huge.safetensors")(record, tensors)
+
+    hub.clear()
+    with pytest.raises(AnchorError, match="was made with other weights than those at"):
+        dict(ewc.Anchor.open(changed(made, tmp_path / "b.safetensors", change)).weights)
+    assert sum(request.sent for request in hub.requests) < 100_000
+
+
+def test_a_model_without_an_organisation():
+    """As the oldest models on the Hub are named."""
+    known = {"file": "model.safetensors", "name": "a", "shape": [1], "dtype": "F32"}
+    record = {
+        "repository": "gpt2",
+        "revision": "0" * 40,
+        "files": {"model.safetensors": "0" * 64},
+        "tensors": {"a": known},
+    }
+    assert Elsewhere(record, "it")
 
 
 def test_models_of_transformers(hub, tmp_path, ewc_ft):

@@ -14,7 +14,7 @@ import click
 
 from ewc_finetune.choices import CURVATURE_DTYPES, DEVICES, KFAC_DTYPES
 from ewc_finetune.errors import EwcError
-from ewc_finetune.hub.client import showing_bars
+from ewc_finetune.hub.client import showing
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,7 +32,8 @@ class Command(click.Command):
         debug = ctx.params.pop("debug")
         ctx.params["printer"] = Printer(*(ctx.params.pop(name) for name in ("quiet", "verbose", "as_json")))
         try:
-            with _leaving_politely(), showing_bars(not ctx.params["printer"].quiet and sys.stderr.isatty()):
+            quiet = ctx.params["printer"].quiet
+            with _leaving_politely(), showing(bars=not quiet and sys.stderr.isatty(), warnings=not quiet):
                 return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit):
             raise

@@ -58,23 +58,33 @@ def is_offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
-# Whether the client may draw bars of its own: the command line says so where somebody sees them.
+# Whether the client may draw bars of its own, which the command line lets it where somebody sees them, and warn.
 _BARS = ContextVar("bars", default=False)
+_WARNINGS = ContextVar("warnings", default=True)
 
 
 @contextlib.contextmanager
-def showing_bars(shown: bool) -> Iterator[None]:
-    """Let the client draw its bars inside the block, or not."""
-    token = _BARS.set(shown)
+def showing(bars: bool, warnings: bool) -> Iterator[None]:
+    """Let the client draw bars inside the block, or not, and say that it waits and tries again, or not."""
+    tokens = _BARS.set(bars), _WARNINGS.set(warnings)
     try:
         yield
     finally:
-        _BARS.reset(token)
+        _BARS.reset(tokens[0])
+        _WARNINGS.reset(tokens[1])
+
+
+class _Discreet(logging.Filter):
+    """Takes what is signed, and tokens, out of what the client logs."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = _without_secrets(record.getMessage()), ()
+        return _WARNINGS.get() or record.levelno >= logging.ERROR
 
 
 @contextlib.contextmanager
 def hub_errors(address: HubAddress) -> Iterator[None]:
-    """Turn what the client raises into errors of ours, and keep its own warnings back, and its bars where none are due.
+    """Turn what the client raises into errors of ours, and see to it that it tells no secrets.
 
     Raises:
         HubError: saying what is wrong with the repository, the revision, the file, the token or the connection.
@@ -82,12 +92,12 @@ def hub_errors(address: HubAddress) -> Iterator[None]:
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-    from huggingface_hub.utils import logging as client_logging
 
-    level = client_logging.get_verbosity()
-    client_logging.set_verbosity(logging.ERROR)
-    ours = not _BARS.get() and constants.HF_HUB_DISABLE_PROGRESS_BARS is None and not are_progress_bars_disabled()
-    if ours:
+    discreet, handlers = _Discreet(), logging.getLogger("huggingface_hub").handlers
+    for handler in handlers:
+        handler.addFilter(discreet)
+    no_bars = not _BARS.get() and constants.HF_HUB_DISABLE_PROGRESS_BARS is None and not are_progress_bars_disabled()
+    if no_bars:
         disable_progress_bars()
     try:
         yield
@@ -97,8 +107,9 @@ def hub_errors(address: HubAddress) -> Iterator[None]:
         # Without its cause: that has addresses that are signed, and perhaps more.
         raise _meaning(error, address) from None
     finally:
-        client_logging.set_verbosity(level)
-        if ours:
+        for handler in handlers:
+            handler.removeFilter(discreet)
+        if no_bars:
             enable_progress_bars()
 
 
@@ -184,7 +195,7 @@ _OF_STATUS = {
 def _of_status(error: HfHubHTTPError, words: Mapping[str, object]) -> HubError:
     """Return the error of an answer that has a number and no kind of its own."""
     status = error.response.status_code
-    said = _without_token(str(error.server_message or "").strip().partition("\n")[0])[:200].rstrip(".")
+    said = _without_secrets(str(error.server_message or "").strip().partition("\n")[0])[:200].rstrip(".")
     told = f" ({said})" if said else ""
     if status == 429:
         wait = asked_to_wait(error)
@@ -223,14 +234,13 @@ def has_token() -> bool:
     return get_token() is not None
 
 
-def _without_token(text: str) -> str:
-    """Return a text without the user's token, or what looks like one."""
+def _without_secrets(text: str) -> str:
+    """Return a text without the user's token, what looks like one, and the signed part of addresses."""
     from huggingface_hub import get_token
 
-    return redacted(text.replace(get_token() or "\0", "***"))
+    return re.sub(r"\?[^\s'\"]+", "?...", redacted(text.replace(get_token() or "\0", "***")))
 
 
 def _first_line(error: Exception) -> str:
-    """Return what an error says, without the signed part of addresses."""
-    text = _without_token(str(error).strip().partition("\n")[0])
-    return re.sub(r"\?\S+", "?...", text)[:200] or "no reason given"
+    """Return what an error says, without secrets."""
+    return _without_secrets(str(error).strip().partition("\n")[0])[:200] or "no reason given"
