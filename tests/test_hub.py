@@ -759,6 +759,33 @@ def test_a_push_that_fails_changes_nothing(hub, pushed, small, samples):
     assert hub.commits(NAME)[0].oid == pushed.revision
 
 
+def test_a_file_that_is_replaced_while_it_is_pushed(hub, anchor, small, samples, monkeypatch):
+    other = ewc.consolidate(small, samples, name="other", estimator="empirical")
+    monkeypatch.setattr("ewc_finetune.verbs.push.make_repository", lambda *_: (hub.create(NAME), other.save(anchor)))
+    with pytest.raises(AnchorError, match="has changed since it was opened"):
+        ewc.push(anchor, NAME)
+    assert len(hub.commits(NAME)) == 1
+
+
+def test_a_pull_request_to_nothing_and_what_is_said_of_an_empty_repository(hub, anchor, ewc_ft):
+    assert "A pull request is to one that is there" in ewc_ft("push", anchor, NAME, "--create-pr", expect=1).output
+    hub.fail("POST .*/commit", status=403, times=None)
+    assert "someone/old was made, and nothing was pushed to it" in ewc_ft("push", anchor, NAME, expect=1).output
+
+
+def test_an_anchor_that_was_used_twice_is_in_the_lineage_once(hub, pushed, anchor, samples):
+    model = trained(Small())
+    done = ewc.finetune(model, samples, anchors=[anchor, f"hf://{NAME}"], epochs=1, eval_on=[])
+    assert [entry["sha256"] for entry in done.lineage] == [ewc.Anchor.open(anchor).digest]
+
+
+def test_a_hub_that_hangs(hub, pushed, monkeypatch):
+    monkeypatch.setattr("ewc_finetune.hub.remote.PATIENCE", 0.2)
+    hub.delay("GET /cdn/", 2, times=None)
+    with pytest.raises(UnreachableError, match="cannot be reached .ReadTimeout"):
+        ewc.inspect(f"hf://{NAME}")
+
+
 def test_what_cannot_be_pushed(hub, tmp_path, anchor, small, samples):
     with pytest.raises(UsageError, match="is no branch to push to"):
         ewc.push(anchor, NAME, revision="a;b")

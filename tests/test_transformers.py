@@ -765,7 +765,7 @@ def test_what_is_downloaded(hub):
     names += ["onnx/model.onnx", "2_Dense/model.safetensors"]
     hub.create("org/name")
     commit = hub.put("org/name", dict.fromkeys(names, b"x")).oid
-    folder, pinned = download("hf:org/name@main")
+    folder, pinned, _ = download("hf:org/name@main")
     assert pinned == f"hf:org/name@{commit}"
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert found == {".gitattributes", "config.json", "model.safetensors", "1_Pooling/config.json"}
@@ -785,3 +785,9 @@ def test_a_model_on_the_hub_is_used_at_its_commit(hub, tmp_path, monkeypatch):
         assert document["found"]["model"] == f"hf:org/name@{commit}"
     with pytest.raises(HubError, match=r"there is no repository org/none on the Hub"):
         open_model("hf:org/none")
+    with pytest.raises(UsageError, match="names no model on the Hub; expected hf:ORG/NAME"):
+        open_model("hf:/org/name")
+    shutil.rmtree(tmp_path / "huggingface")
+    hub.corrupt(r"filename=model\.safetensors")
+    with pytest.raises(HubError, match="is not what the Hub promised"):
+        open_model("hf:org/name")

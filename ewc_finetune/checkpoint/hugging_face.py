@@ -335,8 +335,6 @@ def download(name: str) -> tuple[Path, str, tuple[str, ...]]:
     pinned = f"{HUB}{address.repository}@{found.commit}"
     if "config.json" not in found.files and has_anchor(found):
         raise HubError(f"{name} has an anchor and no model. An anchor is named hf://{address.repository}")
-    if found.cached is not None:
-        return found.cached, pinned, found.remarks
     # What `save` would leave behind anyway; other folders travel along.
     stale = [
         "*.h5",
@@ -353,8 +351,10 @@ def download(name: str) -> tuple[Path, str, tuple[str, ...]]:
     ]
     if any(file.endswith(".safetensors") for file in found.files):
         stale.append("*.bin")
-    with hub_errors(found.address):
-        folder = Path(snapshot_download(address.repository, revision=found.commit, ignore_patterns=stale))
+    folder = found.cached
+    if folder is None:
+        with hub_errors(found.address):
+            folder = Path(snapshot_download(address.repository, revision=found.commit, ignore_patterns=stale))
     for path in sorted(folder.iterdir()):
         if path.suffix in (".safetensors", ".bin"):
             found.check(path.name, path)
