@@ -41,12 +41,12 @@ class TensorFile(Mapping[str, Tensor]):
         self._use = use
         self._left_out = frozenset(left_out)
 
-    @cached_property
+    @property
     def shapes(self) -> dict[str, torch.Size]:
         """The shape of each; none is read."""
         return {name: torch.Size(self._source.entries[self._prefix + name].shape) for name in self._names}
 
-    @cached_property
+    @property
     def bytes(self) -> dict[str, int]:
         """How many bytes each takes in the file; none is read."""
         entries = {name: self._source.entries[self._prefix + name] for name in self._names}
@@ -64,15 +64,19 @@ class TensorFile(Mapping[str, Tensor]):
         return TensorFile(self._source, self._prefix, self._use, self._left_out | set(names))
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self.shapes:
+        if name not in self:
             raise KeyError(name)
         return self._use(name, self._source.read(self._prefix + name))
 
+    def __contains__(self, name: object) -> bool:
+        known = isinstance(name, str) and bool(name) and name not in self._left_out
+        return known and f"{self._prefix}{name}" in self._source.entries
+
     def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self.shapes)
+        return len(self._names)
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -244,17 +245,20 @@ def parse_header(found: bytes, label: str) -> Header:
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise unreadable(label, "its header is damaged") from error
-    entries = dict(sorted(entries.items(), key=lambda item: item[1][2:]))
     at = 0
-    for name, entry in entries.items():
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+    ordered = {}
+    for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
         if entry.kind not in _BITS:
             raise unreadable(label, f"{name} has the type {entry.kind!r:.20}, which is not one of {', '.join(_BITS)}")
         if entry.start != at or entry.end < at or entry.end - at != bytes_of(entry):
             raise unreadable(label, "its header does not fit its tensors")
+        # What is alike is kept once: a thousand anchors may be open at a time.
+        ordered[name] = Entry(sys.intern(entry.kind), shapes.setdefault(entry.shape, entry.shape), at, entry.end)
         at = entry.end
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise unreadable(label, "its metadata are not texts")
-    return Header(metadata, entries, len(found), at)
+    return Header(metadata, ordered, len(found), at)
 
 
 def make_header(metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> bytes:
