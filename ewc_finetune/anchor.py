@@ -211,7 +211,7 @@ class Anchor:
         provenance, unknown = read_provenance(source.metadata.get("anchor"), where)
         if provenance.weights_reference is not None:
             source = ReferringSource(source, provenance.weights_reference)
-        groups = _GROUPS if provenance.curvature_storage is None else (*_GROUPS, "scale.")
+        groups = groups_of(provenance)
         unknown += [key for key in sorted(source.entries) if not key.startswith(groups) or key.endswith(".")]
         factors = TensorFile(source, "kfac.", _checked(check_factor, where))
         records = {record["layer"]: record for record in provenance.kfac}
@@ -242,6 +242,11 @@ def _checked(check: Callable[[str, Tensor, str], None], where: str) -> Callable[
         return tensor
 
     return use
+
+
+def groups_of(provenance: Provenance) -> tuple[str, ...]:
+    """Return what the names of an anchor's tensors begin with."""
+    return _GROUPS if provenance.curvature_storage is None else (*_GROUPS, "scale.")
 
 
 def _stored_fisher(fisher: Mapping[str, Tensor], provenance: Provenance) -> dict[str, Tensor]:

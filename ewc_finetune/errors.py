@@ -11,7 +11,7 @@ _NAMED = 4
 
 
 # What looks like a token of the Hugging Face Hub.
-_TOKEN = re.compile(r"\b(hf_|api_org_)[\w.-]{18,}")
+_TOKEN = re.compile(r"\b(hf_(?:oauth_|jwt_)?|api_org_)[A-Za-z0-9]{20,}[\w.-]*")
 
 
 def redacted(text: str) -> str:

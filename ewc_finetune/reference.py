@@ -125,13 +125,19 @@ def still_elsewhere(record: Mapping[str, Any], label: str, weights: Mapping[str,
         record: As it was when the weights were read.
         label: Whose it is, for messages.
         weights: As they are now.
+
+    Returns:
+        None if none are, or if what they refer to cannot be had now.
     """
     source = Elsewhere(record, label)
-    tensors = {
-        name: known
-        for name, known in record["tensors"].items()
-        if name in weights and _is_same(weights[name], source.read(name))
-    }
+    try:
+        tensors = {
+            name: known
+            for name, known in record["tensors"].items()
+            if name in weights and _is_same(weights[name], source.read(name))
+        }
+    except HubError:
+        return None
     used = {known["file"] for known in tensors.values()}
     files = {file: digest for file, digest in record["files"].items() if file in used}
     return {**record, "tensors": tensors, "files": files} if tensors else None

@@ -212,12 +212,12 @@ def _file(header: bytes, data: Iterator[bytes]) -> Iterator[bytes]:
     yield from data
 
 
-def write_without(source: LocalSource, prefix: str, metadata: Mapping[str, str], path: Path) -> None:
-    """Write the tensors of a source, but for those whose names begin so, as one file; a block at a time."""
+def write_groups(source: LocalSource, groups: tuple[str, ...], metadata: Mapping[str, str], path: Path) -> None:
+    """Write those tensors of a source whose names begin so as one file, a block at a time."""
     kept: dict[str, Entry] = {}
     at = 0
     for name, entry in source.entries.items():
-        if not name.startswith(prefix):
+        if name.startswith(groups):
             kept[name] = _moved(entry, at - entry.start)
             at = kept[name].end
     blocks = (block for name in kept for block in source.blocks(source.entries[name].start, source.entries[name].end))

@@ -272,9 +272,12 @@ def lineage_of(anchors: Sequence[Anchor], lambdas: Sequence[float]) -> list[dict
 
 def distinct(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return entries of a lineage once each, wherever the anchor was taken from."""
-    first: dict[tuple[Any, ...], dict[str, Any]] = {}
+    first: dict[str, dict[str, Any]] = {}
     for entry in entries:
-        first.setdefault(tuple(repr(entry.get(key)) for key in ("name", "sha256", "lambda")), entry)
+        known = [entry.get(key) for key in ("name", "sha256", "lambda")]
+        # Anchors that were never saved have no digest, and may be others of the same name.
+        key = repr(known) if entry.get("sha256") else repr(sorted(entry.items(), key=str))
+        first[key] = first.get(key) or entry
     return list(first.values())
 
 

@@ -41,23 +41,20 @@ class TensorFile(Mapping[str, Tensor]):
         self._use = use
         self._left_out = frozenset(left_out)
 
-    @property
+    @cached_property
     def shapes(self) -> dict[str, torch.Size]:
         """The shape of each; none is read."""
-        return {name: torch.Size(self._source.entries[self._prefix + name].shape) for name in self._names}
-
-    @property
-    def bytes(self) -> dict[str, int]:
-        """How many bytes each takes in the file; none is read."""
-        entries = {name: self._source.entries[self._prefix + name] for name in self._names}
-        return {name: entry.end - entry.start for name, entry in entries.items()}
+        keys = (key for key in sorted(self._source.entries) if key.startswith(self._prefix))
+        names = (name for name in (key[len(self._prefix) :] for key in keys) if name and name not in self._left_out)
+        alike: dict[tuple[int, ...], torch.Size] = {}
+        shapes = ((name, self._source.entries[self._prefix + name].shape) for name in names)
+        return {name: alike.setdefault(shape, torch.Size(shape)) for name, shape in shapes}
 
     @cached_property
-    def _names(self) -> list[str]:
-        behind = (
-            key.removeprefix(self._prefix) for key in sorted(self._source.entries) if key.startswith(self._prefix)
-        )
-        return [name for name in behind if name and name not in self._left_out]
+    def bytes(self) -> dict[str, int]:
+        """How many bytes each takes in the file; none is read."""
+        entries = {name: self._source.entries[self._prefix + name] for name in self.shapes}
+        return {name: entry.end - entry.start for name, entry in entries.items()}
 
     def without(self, names: Collection[str]) -> TensorFile:
         """Return the same but for some names."""
@@ -69,14 +66,13 @@ class TensorFile(Mapping[str, Tensor]):
         return self._use(name, self._source.read(self._prefix + name))
 
     def __contains__(self, name: object) -> bool:
-        known = isinstance(name, str) and bool(name) and name not in self._left_out
-        return known and f"{self._prefix}{name}" in self._source.entries
+        return name in self.shapes
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self.shapes)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.shapes)
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:

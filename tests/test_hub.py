@@ -17,6 +17,7 @@ from conftest import Small, trained
 from hub_server import TOKEN
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ewc_finetune as ewc
@@ -163,6 +164,41 @@ def test_samples_are_not_pushed_unasked(hub, small, samples, tmp_path):
     assert not ewc.Anchor.open(f"hf://{NAME}").probes
 
 
+def test_what_is_left_out_is_all_that_is_not_an_anchors(hub, small, samples, tmp_path):
+    held = ewc.consolidate(small, samples, name="old", probe=4, output=tmp_path / "a.safetensors")
+    with safe_open(held.path, framework="pt") as file:
+        metadata = file.metadata()
+    save_file({**load_file(held.path), "samples.0": torch.ones(3)}, tmp_path / "b.safetensors", metadata)
+    ewc.push(tmp_path / "b.safetensors", NAME, probes=False)
+    found = ewc.Anchor.open(ewc.pull(NAME, output=tmp_path / "c.safetensors").path)
+    assert not found.probes
+    assert not [name for name in load_file(found.path) if name.startswith(("probe", "samples"))]
+
+
+def test_a_figure_that_means_nothing_goes(hub, pushed, small, samples):
+    done = ewc.push(ewc.consolidate(small, samples, curvature="identity"), NAME)
+    assert done.removed == ["anchor-importance.png"]
+    assert "Where the importance sits" not in hub.read(NAME, "README.md").decode()
+
+
+def test_a_branch_that_may_not_be_made(hub, anchor, ewc_ft):
+    hub.fail("POST .*/branch", status=403, times=None)
+    said = ewc_ft("push", anchor, NAME, "--revision", "x", expect=1).output
+    assert "someone/old was made, and nothing was pushed to it" in said
+
+
+def test_bars_are_left_as_they_were(hub, pushed):
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    disable_progress_bars("peft.foo")
+    try:
+        ewc.Anchor.open(f"hf://{NAME}")
+        assert are_progress_bars_disabled("peft.foo")
+        assert not are_progress_bars_disabled()
+    finally:
+        enable_progress_bars()
+
+
 def test_private_is_for_what_is_made(hub, pushed, anchor, ewc_ft):
     assert "was there already, and is public" in ewc_ft("push", anchor, NAME, "--private").stderr
 
@@ -299,8 +335,6 @@ def test_parts_that_do_not_fit_their_index(hub, anchor, tmp_path):
 
 
 def test_what_another_tool_wrote_is_cut_only_if_it_leads_back(hub, anchor, tmp_path):
-    from safetensors import safe_open
-
     with safe_open(anchor, framework="pt") as file:
         metadata = file.metadata()
     save_file(load_file(anchor), tmp_path / "theirs.safetensors", {**metadata, "format": "ewc-anchor"})

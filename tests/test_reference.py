@@ -105,7 +105,7 @@ def test_a_branch_that_has_moved(plain, data, tmp_path, hub):
     assert torch.equal(ewc.Anchor.open(made.path).weights["last.bias"], state["last.bias"])
 
 
-def test_weights_that_were_changed_are_stored(plain, data, tmp_path):
+def test_weights_that_were_changed_are_stored(plain, data, tmp_path, hub):
     made = consolidated(plain[0], data, tmp_path / "a.safetensors", anchor_weights="reference")
     whole = ewc.Anchor.load(made.path)
     other = {**whole.weights, "last.bias": whole.weights["last.bias"] + 1}
@@ -115,6 +115,10 @@ def test_weights_that_were_changed_are_stored(plain, data, tmp_path):
     assert "last.bias" not in read.provenance.weights_reference["tensors"]
     replace(whole, weights={n: t + 1 for n, t in other.items()}).save(tmp_path / "c.safetensors")
     assert ewc.Anchor.open(tmp_path / "c.safetensors").provenance.weights_reference is None
+    shutil.rmtree(tmp_path / "huggingface")
+    hub.stop()
+    alone = whole.save(tmp_path / "d.safetensors")  # what cannot be compared is stored
+    assert torch.equal(ewc.Anchor.load(alone.path).weights["last.bias"], whole.weights["last.bias"])
 
 
 def test_what_others_refer_to_is_not_fetched_before_it_is_known(plain, data, tmp_path, hub):

@@ -783,11 +783,24 @@ def test_a_model_on_the_hub_is_used_at_its_commit(hub, tmp_path, monkeypatch):
         document = json.loads((tmp_path / "out.run" / "run.json").read_text())
         assert document["options"]["model"].partition("@")[2] == commit
         assert document["found"]["model"] == f"hf:org/name@{commit}"
+    hub.stop()
+    for name in ("hf:org/name", "hf://org/name"):
+        assert open_model(name).file == f"hf:org/name@{commit}"
+
+
+def test_models_on_the_hub_that_cannot_be_had(hub, tmp_path):
+    hub.create("org/name")
+    hub.put("org/name", {path.name: path for path in saved(bert(), tmp_path / "m").iterdir()})
     with pytest.raises(HubError, match=r"there is no repository org/none on the Hub"):
         open_model("hf:org/none")
     with pytest.raises(UsageError, match="names no model on the Hub; expected hf:ORG/NAME"):
         open_model("hf:/org/name")
-    shutil.rmtree(tmp_path / "huggingface")
     hub.corrupt(r"filename=model\.safetensors")
     with pytest.raises(HubError, match="is not what the Hub promised"):
+        open_model("hf:org/name")
+    hub.clear()
+    open_model("hf:org/name")
+    config = next((tmp_path / "huggingface").rglob("config.json")).resolve()
+    config.write_bytes(config.read_bytes().replace(b"gelu", b"relu"))
+    with pytest.raises(HubError, match=r"config.json is not what the Hub promised: its git hash is"):
         open_model("hf:org/name")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import fnmatch
 import functools
 import json
 import re
@@ -33,7 +34,7 @@ from ewc_finetune.errors import ArchitectureError, CheckpointError, HubError, St
 from ewc_finetune.files import atomic_folder, storage_errors
 from ewc_finetune.hub.address import HubAddress, checked
 from ewc_finetune.hub.anchor_files import ANCHOR_FILES, has_anchor
-from ewc_finetune.hub.client import hub_errors
+from ewc_finetune.hub.client import UnreachableError, hub_errors
 from ewc_finetune.hub.repository import look_up, remember
 from ewc_finetune.purpose import Purpose, Task
 
@@ -333,6 +334,8 @@ def download(name: str) -> tuple[Path, str, tuple[str, ...]]:
     address = address_of(name)
     found = look_up(address)
     pinned = f"{HUB}{address.repository}@{found.commit}"
+    if "config.json" not in found.files and found.cached is not None:
+        raise UnreachableError(f"{name} is not in the cache, and the Hub could not be asked")
     if "config.json" not in found.files and has_anchor(found):
         raise HubError(f"{name} has an anchor and no model. An anchor is named hf://{address.repository}")
     # What `save` would leave behind anyway; other folders travel along.
@@ -355,9 +358,10 @@ def download(name: str) -> tuple[Path, str, tuple[str, ...]]:
     if folder is None:
         with hub_errors(found.address):
             folder = Path(snapshot_download(address.repository, revision=found.commit, ignore_patterns=stale))
-    for path in sorted(folder.iterdir()):
-        if path.suffix in (".safetensors", ".bin"):
-            found.check(path.name, path)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        file = path.relative_to(folder).as_posix()
+        if not any(fnmatch.fnmatch(file, pattern) for pattern in stale):
+            found.check(file, path)
     remember(found)
     return folder, pinned, found.remarks
 

@@ -32,7 +32,7 @@ from ewc_finetune.errors import CheckpointError
 from ewc_finetune.files import sha256
 from ewc_finetune.hub.address import is_address, is_commit, parse_address
 from ewc_finetune.hub.anchor_files import anchor_in, fetch_with_parts, has_anchor, is_pushed, peek
-from ewc_finetune.hub.repository import look_up, remember
+from ewc_finetune.hub.repository import Repository, look_up, remember
 from ewc_finetune.purpose import Purpose
 from ewc_finetune.shards import PART
 
@@ -172,8 +172,10 @@ def _load_from_hub(text: str, trust_pickle: bool) -> Checkpoint:
     """Load the file at an address; unless it names one, the repository's anchor, or the model that it is."""
     repository = look_up(parse_address(text))
     address = repository.address.at(repository.commit)
-    if address.file is None and "config.json" in repository.files and not has_anchor(repository):
-        return _load_named(f"{HUB}{address.repository}@{address.revision}")
+    if _is_model(repository):
+        model = _load_named(f"{HUB}{address.repository}@{address.revision}")
+        remember(repository)
+        return model
     if address.file is not None and address.file in repository.files:
         path = fetch_with_parts(repository, address.file).path
         remember(repository)
@@ -205,6 +207,11 @@ def is_anchor(place: str) -> bool:
     return found is not None and found.source.metadata.get("format") in (FORMAT, PART)
 
 
+def _is_model(repository: Repository) -> bool:
+    """Whether an address that names no file means a model folder."""
+    return repository.address.file is None and "config.json" in repository.files and not has_anchor(repository)
+
+
 def _load_named(name: str) -> HuggingFace:
     """Load a model folder from the Hub."""
     folder, pinned, remarks = download(name)
@@ -228,7 +235,11 @@ def pinned(model: str) -> tuple[str, tuple[str, ...]]:
     repository = look_up(address)
     if address.file is not None and address.file in repository.files:
         fetch_with_parts(repository, address.file)
-        remember(repository)
+    elif _is_model(repository):
+        download(f"{HUB}{address.repository}@{repository.commit}")
+    else:
+        anchor_in(repository)
+    remember(repository)
     return str(address.at(repository.commit)), repository.remarks
 
 
@@ -243,8 +254,11 @@ def on_this_machine(model: str | Path) -> Path:
     repository = look_up(parse_address(model))
     address = repository.address
     if address.file is None:
-        return download(f"{HUB}{address.repository}@{repository.commit}")[0]
-    return fetch_with_parts(repository, address.file).path
+        path = download(f"{HUB}{address.repository}@{repository.commit}")[0]
+    else:
+        path = fetch_with_parts(repository, address.file).path
+    remember(repository)
+    return path
 
 
 def place_of(model: str | Path) -> Path:

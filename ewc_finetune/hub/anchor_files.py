@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 from ewc_finetune.errors import HubError, few
@@ -106,15 +107,18 @@ def peek(text: str) -> Peeked | None:
     place = repository.address.at(repository.commit, file)
     cached = look_into_cache(place)
 
+    @cache
+    def there() -> Repository:
+        return repository if repository.cached is None else look_up_now(place)
+
     def part(name: str) -> TensorSource:
         path = str(PurePosixPath(file).with_name(name))
         at = place.at(repository.commit, path)
         if cached is not None and path in cached.files:
             return FileSource(cached.fetch(path).path, str(at))
-        there = repository if repository.cached is None else look_up_now(at)
-        if path not in there.files:
+        if path not in there().files:
             raise HubError(f"{place} names {path}, which is not in the repository. Don't use it")
-        return RemoteSource(at, there.files[path].size or 0)
+        return RemoteSource(at, there().files[path].size or 0)
 
     if file.endswith(INDEX):
         return Peeked(JoinedSource(repository.fetch(file).path, str(place), part), place, None, repository.remarks)

@@ -84,20 +84,21 @@ class _Discreet(logging.Filter):
 
 @contextlib.contextmanager
 def hub_errors(address: HubAddress) -> Iterator[None]:
-    """Turn what the client raises into errors of ours, and see to it that it tells no secrets.
+    """Turn what the client raises into errors of ours, and see to it that its own log tells no secrets.
 
     Raises:
         HubError: saying what is wrong with the repository, the revision, the file, the token or the connection.
         StorageError: if the disk is full.
     """
     from huggingface_hub import constants
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import progress_bar_states
 
     discreet, handlers = _Discreet(), logging.getLogger("huggingface_hub").handlers
     for handler in handlers:
         handler.addFilter(discreet)
-    no_bars = not _BARS.get() and constants.HF_HUB_DISABLE_PROGRESS_BARS is None and not are_progress_bars_disabled()
-    if no_bars:
+    before = dict(progress_bar_states)
+    if not _BARS.get() and constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
         disable_progress_bars()
     try:
         yield
@@ -109,8 +110,8 @@ def hub_errors(address: HubAddress) -> Iterator[None]:
     finally:
         for handler in handlers:
             handler.removeFilter(discreet)
-        if no_bars:
-            enable_progress_bars()
+        progress_bar_states.clear()
+        progress_bar_states.update(before)
 
 
 def patiently(call: Callable[[], T]) -> T:

@@ -30,15 +30,24 @@ class Commit:
 
 
 def make_repository(address: HubAddress, private: bool) -> None:
-    """Make a repository, and a branch, unless they are there.
+    """Make a repository unless it is there.
 
     Raises:
         HubError: if the Hub does not allow it.
     """
     with hub_errors(address):
         patiently(lambda: api().create_repo(address.repository, private=private or None, exist_ok=True))
-        if address.revision is not None and not address.revision.startswith("refs/"):
-            branch = address.revision
+
+
+def make_branch(address: HubAddress) -> None:
+    """Make the branch that an address names unless it is there.
+
+    Raises:
+        HubError: if the Hub does not allow it.
+    """
+    branch = address.revision
+    if branch is not None and not branch.startswith("refs/"):
+        with hub_errors(address):
             patiently(lambda: api().create_branch(address.repository, branch=branch, exist_ok=True))
 
 

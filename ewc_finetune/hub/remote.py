@@ -63,8 +63,9 @@ class RemoteSource(TensorSource):
         found = bytearray()
 
         def fetch_rest() -> None:
-            for block in self._answer(start + len(found), end):
-                found.extend(block)
+            if len(found) < end - start:  # the connection may have been cut behind the last byte
+                for block in self._answer(start + len(found), end):
+                    found.extend(block)
 
         with hub_errors(self.place):
             while len(found) < end - start:

@@ -50,12 +50,13 @@ def with_front_matter(text: str, place: Published, eol: str, where: str) -> tupl
         editor.say(key, value)
     editor.tag(TAGS)
     edited, said = editor.front.text, editor.front.values.get("license")
-    license_ = said if isinstance(said, str) else place.license
-    if place.license is not None and license_ != place.license:
+    license_ = said if isinstance(said, str) else None
+    if place.license is not None and license_ != place.license and "license" in editor.front.values:
         raise HubError(
             f"{where} says license: {_shown(said)}, not {place.license}. Change it there, or leave --license out; "
             "nothing was changed"
         )
+    license_ = license_ or place.license
     if match is None:
         return f"---{eol}{edited}---{eol}" + (eol if text.strip() else ""), text, remarks, license_
     start, end = match.span("text")

@@ -112,7 +112,7 @@ class Inspection:
         return [(name, value) for name, value in found if value] + [("note", remark) for remark in self.remarks]
 
 
-def inspect(file: str | Path, *, plot: str | Path | None = None, overwrite: bool = False) -> Inspection:
+def inspect(file: str | Path | HubAddress, *, plot: str | Path | None = None, overwrite: bool = False) -> Inspection:
     """Say what is in an anchor: from its header and eigenvalues, and all of its curvature if it has no importance.
 
     Of one on the Hub nothing else is fetched.
@@ -125,12 +125,13 @@ def inspect(file: str | Path, *, plot: str | Path | None = None, overwrite: bool
     Raises:
         EwcError: naming what is wrong with the file.
     """
+    file = str(file) if isinstance(file, HubAddress) else file
     if plot is not None:
         figure_format(Path(plot))
         check_output(Path(plot), overwrite, [file])
     there = _on_the_hub(file) if is_address(file) else None
     source = open_source(Path(file)) if there is None else there.source
-    anchor = Anchor.of(source, Path(file), None if there is None else there.place)
+    anchor = Anchor.of(source, Path(file)) if there is None else Anchor.of(source, place=there.place)
     origin = anchor.provenance
     if not origin.importance:
         origin = replace(origin, importance=[asdict(layer) for layer in _importance(anchor)])

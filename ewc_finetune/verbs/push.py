@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ewc_finetune.anchor import Anchor, open_source, validate
+from ewc_finetune.anchor import Anchor, groups_of, open_source, validate
 from ewc_finetune.checkpoint.hugging_face import HUB, address_of
 from ewc_finetune.errors import HubError, UsageError, few
 from ewc_finetune.figures import draw_importance
@@ -18,7 +18,7 @@ from ewc_finetune.files import storage_errors
 from ewc_finetune.hub.address import HubAddress, is_address, parse_address
 from ewc_finetune.hub.anchor_files import STEM
 from ewc_finetune.hub.client import MissingRepositoryError, UnreachableError, endpoint
-from ewc_finetune.hub.committing import changed_files, commit, make_repository
+from ewc_finetune.hub.committing import changed_files, commit, make_branch, make_repository
 from ewc_finetune.hub.repository import Repository, look_up_now
 from ewc_finetune.model_card.card import updated_card
 from ewc_finetune.model_card.importance import largest
@@ -27,7 +27,7 @@ from ewc_finetune.model_card.text import REVISION
 from ewc_finetune.probe_file import bytes_of, describe, records_of
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.provenance import Provenance
-from ewc_finetune.shards import INDEX, cut, write_without
+from ewc_finetune.shards import INDEX, cut, write_groups
 from ewc_finetune.verbs.inspect import Inspection, inspect
 
 # As the Hub shards models.
@@ -149,14 +149,17 @@ def _making(address: HubAddress, private: bool, create_pr: bool, progress: Progr
         there = None
     except UnreachableError as error:
         raise UnreachableError(f"nothing was pushed to {address.repository}: {error}") from None
-    if not create_pr:
-        make_repository(address, private)
     if private and there is not None and there.private is False:
         progress.note(f"{address.repository} was there already, and is public; --private is for one that is made")
+    made = False
     try:
+        if not create_pr:
+            make_repository(HubAddress(address.repository), private)
+            made = there is None
+            make_branch(address)
         yield
     except BaseException:
-        if there is None:
+        if made:
             progress.note(
                 f"{address.repository} was made, and nothing was pushed to it: {endpoint()}/{address.repository}"
             )
@@ -184,6 +187,8 @@ def _push_once(
         draw_importance(figure, layers, f"{found.provenance.name}: share of the curvature by layer")
         additions |= changed_files(there, {place.figure: figure})
     removed = [name for name in there.files if name not in names and _is_stale(name)]
+    if place.figure is None and _FIGURE in there.files:
+        removed.append(_FIGURE)
     done = None
     if additions or removed:
         progress.note(f"{address}: pushing {_sizes(additions)}")
@@ -262,7 +267,8 @@ def _as_file(anchor: Anchor | str | Path, probes: bool | None, folder: Path, pro
         return Path(str(opened.save(path).path))
     if held and not probes:
         with storage_errors(folder):
-            write_without(open_source(opened.path), "probe.", opened.metadata, path)
+            kept = tuple(group for group in groups_of(opened.provenance) if group != "probe.")
+            write_groups(open_source(opened.path), kept, opened.metadata, path)
         return path
     return opened.path
 

@@ -18,6 +18,7 @@ from ewc_finetune.checkpoint.opening import Opened
 from ewc_finetune.config import spoken
 from ewc_finetune.data.domain import Domain, as_bytes
 from ewc_finetune.errors import DataError
+from ewc_finetune.hub.address import HubAddress
 from ewc_finetune.likelihood import Likelihood
 from ewc_finetune.schedule import Schedule
 from ewc_finetune.verbs.lambda_search import Search
@@ -69,8 +70,9 @@ def is_told(value: Any) -> bool:
 
 
 def listed(value: Any) -> list[Any]:
-    """Return what may be given singly as a list."""
-    return [value] if isinstance(value, (Anchor, str, Path, int, float)) else list(value)
+    """Return what may be given singly as a list, with addresses as texts."""
+    values = [value] if isinstance(value, (Anchor, HubAddress, str, Path, int, float)) else list(value)
+    return [str(item) if isinstance(item, HubAddress) else item for item in values]
 
 
 def _plain(value: Any) -> Any:
