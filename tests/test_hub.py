@@ -784,7 +784,13 @@ def test_an_answer_that_is_lost(hub, anchor):
 
 
 def test_a_push_that_fails_changes_nothing(hub, pushed, small, samples):
-    for pattern, status in (("PUT /upload", 403), ("POST .*/preupload", 400), ("POST .*/commit", 403)):
+    for pattern, status in (
+        ("PUT /upload", 403),
+        ("POST .*/preupload", 400),
+        ("POST .*/commit", 403),
+        ("POST .*/commit", 409),
+        ("POST .*/commit", 404),
+    ):
         other = ewc.consolidate(small, samples, name="other", estimator="empirical", seed=status)
         hub.fail(pattern, status=status, times=None)
         with pytest.raises(HubError):
