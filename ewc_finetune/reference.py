@@ -167,14 +167,16 @@ def refer(weights: Mapping[str, Tensor], place: HubAddress, files: Sequence[str]
             if _is_same(weights[name], source.read(name)):
                 tensors[name] = _known(file, name, weights[name])
     left = {name: weight for name, weight in weights.items() if name not in tensors}
-    by_content = {_content(weight): name for name, weight in left.items()}
+    by_content: dict[object, list[str]] = {}  # of which several may be alike: biases of zeros, say
+    for name, weight in left.items():
+        by_content.setdefault(_content(weight), []).append(name)
     shapes = {(weight.dtype, weight.shape) for weight in left.values()}
     for file, source in sources.items() if left else ():
         for name, entry in source.entries.items():
             for dtype in {dtype for dtype, shape in shapes if shape == torch.Size(entry.shape)}:
-                owner = by_content.get(_content(source.read(name).to(dtype)))
-                if owner is not None and entry.kind in _DTYPES:
-                    tensors[owner] = _known(file, name, left[owner])
+                if entry.kind in _DTYPES:
+                    alike = by_content.get(_content(source.read(name).to(dtype)), [])
+                    tensors |= {owner: _known(file, name, left[owner]) for owner in alike}
     if not tensors:
         raise AnchorError(f"none of the weights is in {place} as it is, so that there is nothing to refer to")
     used = {known["file"] for known in tensors.values()}

@@ -178,6 +178,8 @@ def test_what_is_found(hub, tmp_path):
         "renamed": torch.randn(3, 4),
         "tied": torch.ones(2),
         "tied.too": torch.ones(2),
+        "bias.1": torch.zeros(7),
+        "bias.2": torch.zeros(7),
         "wider": torch.randn(5).bfloat16().float(),
         "changed": torch.randn(4),
         "number": torch.tensor(3.0),
@@ -187,6 +189,7 @@ def test_what_is_found(hub, tmp_path):
         "same": weights["same"],
         "model.renamed": weights["renamed"],
         "tied": weights["tied"],
+        "model.bias": torch.zeros(7),
         "wider": weights["wider"].bfloat16(),
         "changed": weights["changed"] + 1e-7,
         "number": weights["number"],
@@ -199,7 +202,7 @@ def test_what_is_found(hub, tmp_path):
     record = refer(weights, HubAddress(BASE, commit), ["deep/m.safetensors"])
     names = {name: known["name"] for name, known in record["tensors"].items()}
     assert names == {"same": "same", "renamed": "model.renamed", "tied": "tied", "tied.too": "tied", "wider": "wider",
-                     "number": "number"}  # fmt: skip
+                     "number": "number", "bias.1": "model.bias", "bias.2": "model.bias"}  # fmt: skip
     assert record["tensors"]["wider"]["dtype"] == "F32"
     with pytest.raises(AnchorError, match="none of the weights is in hf://lab/base@"):
         refer({"changed": weights["changed"]}, HubAddress(BASE, commit), ["deep/m.safetensors"])
