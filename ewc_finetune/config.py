@@ -21,7 +21,7 @@ else:
     import tomli as tomllib
 
 # Options that no file may say: whose files may be replaced, and whose code may run, is for whoever gives the command.
-UNSAID = ("overwrite", "trust-pickle")
+UNSAID = ("overwrite", "trust-code")
 _SHORT = {"lambdas": "lambda", "eval_on": "eval", "architecture": "arch"}
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ewc_finetune.choices import OLD_WORDS
 from ewc_finetune.errors import StorageError
 
 FORMAT = "ewc-run"
@@ -52,6 +53,7 @@ def read_document(path: Path) -> dict[str, Any]:
     """
     document = _parsed(_text(path / "run.json"), path / "run.json")
     _check_document(document, path / "run.json")
+    document["options"] = {OLD_WORDS.get(name, name): value for name, value in document["options"].items()}
     return document
 
 

@@ -181,15 +181,15 @@ def test_in_and_out(tmp_path, kind, build):
     data = TensorDataset(inputs, torch.arange(6) % 3)
     arch = None if kind in PROGRAMS or build is not small else "conftest:Small"
     expected = outputs(model, inputs)
-    opened = open_model(tmp_path / file, arch, trust_pickle=kind == "pickled")
+    opened = open_model(tmp_path / file, arch, trust_code=kind == "pickled")
     torch.testing.assert_close(outputs(opened.model, inputs), expected)
     folder = tmp_path / "out"
     folder.mkdir()
-    options = {"architecture": arch, "trust_pickle": kind == "pickled", "eval_on": [], "batch_size": 3}
+    options = {"architecture": arch, "trust_code": kind == "pickled", "eval_on": [], "batch_size": 3}
     ewc.finetune(tmp_path / file, data, epochs=0, output=folder / file, **options)
     before, again = read(tmp_path / file, build()), read(folder / file, build())
     assert torch.equal(outputs(again, inputs), outputs(before, inputs))
-    consolidating = {name: options[name] for name in ("architecture", "trust_pickle")}
+    consolidating = {name: options[name] for name in ("architecture", "trust_code")}
     anchor = ewc.consolidate(tmp_path / file, data, output=tmp_path / "a.safetensors", **consolidating)
     assert anchor.provenance.checkpoint["format"] == opened.format
     options |= {"anchors": anchor.path, "lambdas": 1.0, "epochs": 1, "lr": 1e-2, "overwrite": True}
@@ -199,7 +199,7 @@ def test_in_and_out(tmp_path, kind, build):
     torch.testing.assert_close(found, outputs(done.model, inputs))
     assert not torch.allclose(found, expected, atol=1e-3)
     # What ewc-ft knows of the model is in the file.
-    lineage = load_checkpoint(folder / file, trust_pickle=kind == "pickled").record.lineage
+    lineage = load_checkpoint(folder / file, trust_code=kind == "pickled").record.lineage
     assert [entry["sha256"] for entry in lineage] == [anchor.digest]
 
 
@@ -209,11 +209,11 @@ def test_an_anchor_has_no_program(tmp_path, kind):
     model = small()
     save(model, tmp_path / file)
     data = TensorDataset(example(model, 6), torch.arange(6) % 3)
-    ewc.consolidate(tmp_path / file, data, output=tmp_path / "a.safetensors", trust_pickle=True)
+    ewc.consolidate(tmp_path / file, data, output=tmp_path / "a.safetensors", trust_code=True)
     with pytest.raises(AnchorError, match=f"whose program it does not have. Name the checkpoint too: --model {file}"):
         ewc.finetune(None, data, anchors=tmp_path / "a.safetensors")
     with pytest.raises(ArchitectureError, match="leave --arch away"):
-        open_model(tmp_path / file, "conftest:Small", trust_pickle=True)
+        open_model(tmp_path / file, "conftest:Small", trust_code=True)
 
 
 def test_the_rest_of_the_file_stays_as_it_was(tmp_path):
@@ -445,16 +445,22 @@ class Bomb:
 def test_no_code_runs_in_wrappers(tmp_path, monkeypatch, wrap):
     monkeypatch.chdir(tmp_path)
     torch.save(wrap(Bomb()), "m.pt")
-    with pytest.raises(CheckpointError, match=r"asks for more than tensors .*system.*--trust-pickle"):
+    with pytest.raises(CheckpointError, match=r"asks for more than tensors .*system.*--trust-code"):
         load_checkpoint("m.pt")
     assert not (tmp_path / "exploded").exists()
 
 
 def test_code_runs_for_those_who_trust_it(tmp_path):
     save_pickled(small(), tmp_path / "m.pt")
-    with pytest.raises(CheckpointError, match=r"conftest.Small.*--trust-pickle"):
+    with pytest.raises(CheckpointError, match=r"conftest.Small.*--trust-code"):
         open_model(tmp_path / "m.pt")
-    assert isinstance(open_model(tmp_path / "m.pt", trust_pickle=True).model, Small)
+    assert isinstance(open_model(tmp_path / "m.pt", trust_code=True).model, Small)
+
+
+def test_the_option_is_known_by_its_old_word(ewc_ft, tmp_path):
+    save_pickled(small(), tmp_path / "p.pt")
+    assert json.loads(ewc_ft("inspect", "p.pt", "--trust-pickle", "--json").stdout)["format"] == "pickled module"
+    assert "--trust-pickle" not in ewc_ft("inspect", "--help").output
 
 
 def rewritten(path, change):
@@ -580,7 +586,7 @@ def test_inspecting_what_cannot_be_opened(ewc_ft, tmp_path):
     save_pickled(small(), tmp_path / "p.pt")
     found = json.loads(ewc_ft("inspect", "p.pt", "--json").stdout)
     assert "conftest.Small" in found["unsafe"]
-    found = json.loads(ewc_ft("inspect", "p.pt", "--trust-pickle", "--json").stdout)
+    found = json.loads(ewc_ft("inspect", "p.pt", "--trust-code", "--json").stdout)
     assert found["format"] == "pickled module"
     assert found["normalisation"] == ["norm"]
     tied = TiedNet()
@@ -620,7 +626,7 @@ from ewc_finetune.checkpoint.opening import open_model
 from ewc_finetune.verbs.dry_run import host_peak as peak
 open_model(sys.argv[1], sys.argv[2])
 before = peak()
-model = open_model(sys.argv[3], sys.argv[4] or None, trust_pickle=True).model
+model = open_model(sys.argv[3], sys.argv[4] or None, trust_code=True).model
 print((peak() - before) / sum(p.numel() * p.element_size() for p in model.parameters()))
 """
 
@@ -705,11 +711,11 @@ def test_what_is_frozen_in_the_file_stays_frozen(tmp_path, kind):
             torch.jit.save(torch.jit.trace(model, torch.randn(2, 4)), tmp_path / file)
         else:
             save(model, tmp_path / file)
-    anchor = ewc.consolidate(tmp_path / file, data, trust_pickle=True)
+    anchor = ewc.consolidate(tmp_path / file, data, trust_code=True)
     assert anchor.provenance.excluded == {first: "frozen (requires_grad is false)"}
     folder = tmp_path / "out"
     folder.mkdir()
-    ewc.finetune(tmp_path / file, data, trust_pickle=True, lr=0.1, output=folder / file, eval_on=[])
+    ewc.finetune(tmp_path / file, data, trust_code=True, lr=0.1, output=folder / file, eval_on=[])
     written = dict(read(folder / file, model).named_parameters())
     assert torch.equal(written[first], model.get_parameter(first))
 

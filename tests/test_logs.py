@@ -64,6 +64,7 @@ def test_what_the_command_line_says_comes_before_the_config(ewc_ft, tmp_path):
         ("lr = [1, 2]", 2, "run.toml: lr is a list; it takes one value"),
         ("optimizer = 'adm'", 2, "Invalid value for '--optimizer'"),
         ("quiet = true", 2, "quiet cannot stand in a file; give it on the command line"),
+        ("trust_code = true", 2, "trust_code cannot stand in a file"),
         ("trust_pickle = true", 2, "trust_pickle cannot stand in a file"),
         ("seed = true", 2, "seed is true or false; it takes a value"),
         ("eval = [[1]]", 2, "no data is called"),

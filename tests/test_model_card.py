@@ -197,7 +197,7 @@ def test_a_base_model_on_the_hub_is_linked(found):
         ({"architecture": None}, {}, "old-anchor --arch PACKAGE.MODULE:CLASS --data"),
         ({"format": "onnx", "file": "net.onnx"}, {}, "--model net.onnx --data NEW_DATA --output adapted.onnx"),
         ({"format": "onnx", "file": "x; rm -rf ~"}, {}, "old-anchor --model MODEL --data NEW_DATA"),
-        ({"format": "onnx", "file": "--trust-pickle"}, {}, "old-anchor --model MODEL --data NEW_DATA"),
+        ({"format": "onnx", "file": "--trust-code"}, {}, "old-anchor --model MODEL --data NEW_DATA"),
         (
             {"format": "hugging face", "file": "hf:acme/bert"},
             {"base_model": "acme/bert", "base_revision": "abc"},

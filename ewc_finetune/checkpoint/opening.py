@@ -94,14 +94,14 @@ class Opened:
         return StateDict.format if self.checkpoint is None else self.checkpoint.format
 
 
-def open_model(model: str | Path | nn.Module, architecture: str | None = None, *, trust_pickle: bool = False) -> Opened:
+def open_model(model: str | Path | nn.Module, architecture: str | None = None, *, trust_code: bool = False) -> Opened:
     """Open a checkpoint (or the one within an anchor), or take a module as it is.
 
     Args:
         model: Where the weights are.
         architecture: What to build for them; what the file carries, or the weights show, unless given. For a module it
             is only recorded.
-        trust_pickle: Whether code in the file may run.
+        trust_code: Whether code in the file may run.
 
     Raises:
         CheckpointError, ArchitectureError, AnchorError, NonFiniteError: see `load_checkpoint` and `Checkpoint.build`.
@@ -110,7 +110,7 @@ def open_model(model: str | Path | nn.Module, architecture: str | None = None, *
         check_model(model, "the model's ")
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         return Opened(model, type(model).__name__, Record(architecture=architecture, frozen=frozen))
-    return open_checkpoint(load_checkpoint(model, trust_pickle=trust_pickle), architecture)
+    return open_checkpoint(load_checkpoint(model, trust_code=trust_code), architecture)
 
 
 def open_checkpoint(checkpoint: Checkpoint, architecture: str | None = None) -> Opened:
@@ -130,13 +130,13 @@ def open_fresh(architecture: str, sample_shape: tuple[int, ...], num_classes: in
         return Opened(build(text, trusted=True), text, Record(architecture=text))
 
 
-def load_checkpoint(path: str | Path, *, trust_pickle: bool = False) -> Checkpoint:
+def load_checkpoint(path: str | Path, *, trust_code: bool = False) -> Checkpoint:
     """Read a checkpoint, or the checkpoint within an anchor, in whatever format it is.
 
     Args:
         path: The file, the index of a sharded one, a model folder of transformers, `hf:org/name` for such a folder on
             the Hub, or `hf://org/name[@revision][/file]` for a file there or the repository's anchor.
-        trust_pickle: Whether a pickle may run code. None does otherwise, and no other format can.
+        trust_code: Whether a pickle may run code. None does otherwise, and no other format can.
 
     Raises:
         CheckpointError: if the file is missing, empty or damaged, holds no model, or asks for code to be run.
@@ -144,13 +144,13 @@ def load_checkpoint(path: str | Path, *, trust_pickle: bool = False) -> Checkpoi
         HubError: if it cannot be had from the Hub.
     """
     if is_address(path):
-        return _load_from_hub(path, trust_pickle)
+        return _load_from_hub(path, trust_code)
     if is_on_hub(path):
         return _load_named(str(path))
-    return _load_path(Path(path), trust_pickle)
+    return _load_path(Path(path), trust_code)
 
 
-def _load_path(path: Path, trust_pickle: bool) -> Checkpoint:
+def _load_path(path: Path, trust_code: bool) -> Checkpoint:
     """Read what lies on this machine; see `load_checkpoint`."""
     found = detect(path)
     if found == "anchor":
@@ -160,7 +160,7 @@ def _load_path(path: Path, trust_pickle: bool) -> Checkpoint:
     for kind in _KINDS:
         if kind.format == found:
             return kind(path)
-    document = _load_pickle(path, trust_pickle)
+    document = _load_pickle(path, trust_code)
     if isinstance(document, nn.Module):
         return Pickled(path, document)
     keys = find_state(document, str(path))
@@ -168,7 +168,7 @@ def _load_path(path: Path, trust_pickle: bool) -> Checkpoint:
     return StateDict(str(path), sha256(path), _mapping(document), keys, remarks)
 
 
-def _load_from_hub(text: str, trust_pickle: bool) -> Checkpoint:
+def _load_from_hub(text: str, trust_code: bool) -> Checkpoint:
     """Load the file at an address; unless it names one, the repository's anchor, or the model that it is."""
     repository = look_up(parse_address(text))
     address = repository.address.at(repository.commit)
@@ -180,7 +180,7 @@ def _load_from_hub(text: str, trust_pickle: bool) -> Checkpoint:
         path = fetch_with_parts(repository, address.file).path
         remember(repository)
         if detect(path) != "anchor":
-            found = _load_path(path, trust_pickle)
+            found = _load_path(path, trust_code)
             found.label = str(address)
             return found
     return FromAnchor(Anchor.of_hub(anchor_in(repository)))
@@ -326,7 +326,7 @@ def _load_pickle(path: Path, trusted: bool) -> object:
             raise CheckpointError(
                 f"{path} is a pickle that asks for more than tensors ({', '.join(asked)}), which could run any code, "
                 "so it was not loaded. Where the model can be built, save its weights alone: "
-                "torch.save(model.state_dict(), path). If you know who made the file, and trust them: --trust-pickle"
+                "torch.save(model.state_dict(), path). If you know who made the file, and trust them: --trust-code"
             ) from error
         raise CheckpointError(f"{path} is not a checkpoint: it is no archive that torch.save wrote") from error
     except Exception as error:

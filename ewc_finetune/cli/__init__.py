@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from ewc_finetune._version import __version__
+from ewc_finetune.choices import OLD_WORDS
 from ewc_finetune.cli.completion import completion
 from ewc_finetune.cli.consolidate import consolidate
 from ewc_finetune.cli.evaluate import evaluate
@@ -17,7 +18,14 @@ from ewc_finetune.cli.report import report
 from ewc_finetune.cli.sweep import sweep
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+_SETTINGS = {
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 100,
+    "token_normalize_func": lambda token: OLD_WORDS.get(token, token),
+}
+
+
+@click.group(context_settings=_SETTINGS)
 @click.version_option(__version__, prog_name="ewc-ft")
 def main() -> None:
     """Adapt a deployed model to a new domain without losing the old one.

@@ -90,7 +90,7 @@ def _rank(text: str) -> float | str:
 def trust_option(function: F) -> F:
     """Add the option of every command that opens a checkpoint."""
     return click.option(
-        "--trust-pickle",
+        "--trust-code",
         is_flag=True,
         help="Let code in the checkpoint run (a pickled module): only for files whose maker you know and trust.",
     )(function)

@@ -8,12 +8,16 @@ from typing import Any, TypeVar
 
 import click
 
+from ewc_finetune.choices import OLD_WORDS
 from ewc_finetune.errors import EwcError, UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Not said by a file: what is done with the command rather than in the run.
-_NEVER = {"config", "resume", "help", "dry-run", "quiet", "verbose", "json", "debug", "overwrite", "trust-pickle"}
+_NEVER = {
+    *("config", "resume", "help", "dry-run", "quiet", "verbose", "json", "debug"),
+    *("overwrite", "trust-code", *OLD_WORDS),
+}
 
 
 def config_option(of_run: Callable[[MutableMapping[str, Any]], None] | None = None) -> Callable[[F], F]:

@@ -125,7 +125,7 @@ def consolidate(
 
     The anchor stands in for the old data from then on. MODEL is a state dict (.pt, or in a trainer's file), safetensors
     (one file, or the index of several), a model folder of transformers or hf:ORG/NAME, TorchScript, torch.export, ONNX,
-    or with --trust-pickle a pickled module; no code in it is run otherwise. The data needs no labels, but for the
+    or with --trust-code a pickled module; no code in it is run otherwise. The data needs no labels, but for the
     empirical and batched estimators.
     """
     from ewc_finetune.cli.printer import importance_table

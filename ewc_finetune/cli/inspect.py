@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @trust_option
 @printing_options
 def inspect(
-    file: str, plot: str | None, overwrite: bool, arch: str | None, trust_pickle: bool, printer: Printer
+    file: str, plot: str | None, overwrite: bool, arch: str | None, trust_code: bool, printer: Printer
 ) -> None:
     """Say what is in FILE, an anchor or a checkpoint, and where it came from.
 
@@ -37,10 +37,10 @@ def inspect(
     if not is_anchor(file):
         if plot is not None:
             raise UsageError(f"{file} is a checkpoint, which has no importance to draw; --plot is for anchors")
-        printer.document(inspect_checkpoint(file, architecture=arch, trust_pickle=trust_pickle))
+        printer.document(inspect_checkpoint(file, architecture=arch, trust_code=trust_code))
         return
-    if arch is not None or trust_pickle:
-        raise UsageError(f"{file} is an anchor; --arch and --trust-pickle are for checkpoints")
+    if arch is not None or trust_code:
+        raise UsageError(f"{file} is an anchor; --arch and --trust-code are for checkpoints")
     found = run(file, plot=plot, overwrite=overwrite)
     printer.facts(found.facts)
     printer.note("")

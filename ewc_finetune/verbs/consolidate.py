@@ -67,7 +67,7 @@ def consolidate(
     data: Any,
     *,
     architecture: str | None = None,
-    trust_pickle: bool = False,
+    trust_code: bool = False,
     name: str | None = None,
     curvature: Curvature = "diagonal",
     kfac_form: KfacForm = "expand",
@@ -103,7 +103,7 @@ def consolidate(
         data: The data it was trained on: a data spec (its train split unless it says), dataset or loader. It needs no
             labels, but for the `empirical` and `batched` estimators.
         architecture: What to build for a checkpoint that doesn't carry it; recorded in the anchor.
-        trust_pickle: Whether code in the checkpoint may run (a pickled module), which is never asked for otherwise.
+        trust_code: Whether code in the checkpoint may run (a pickled module), which is never asked for otherwise.
         name: What to call the domain; unless given the kind of data, or the file or folder that it is in.
         curvature: `diagonal` is the Fisher's; `kfac` takes Kronecker-factored blocks for the weights of linear maps and
             convolutions, and the diagonal for the rest; `identity` counts every parameter alike (plain L2): the data
@@ -163,7 +163,7 @@ def consolidate(
         progress.note(f"rtol {rtol:g} does nothing without samples auto")
     if batch_size < 1:
         raise UsageError(f"batch size is {batch_size}; expected at least 1")
-    opened = open_model(model, architecture, trust_pickle=trust_pickle)
+    opened = open_model(model, architecture, trust_code=trust_code)
     for remark in opened.remarks:
         progress.note(remark)
     if not isinstance(model, nn.Module) and architecture is not None and not builds_by_itself(architecture):

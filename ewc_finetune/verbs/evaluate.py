@@ -62,7 +62,7 @@ def evaluate(
     data: Any,
     *,
     architecture: str | None = None,
-    trust_pickle: bool = False,
+    trust_code: bool = False,
     likelihood: LikelihoodName | None = None,
     head: Anchor | str | Path | None = None,
     batch_size: int = 500,
@@ -77,7 +77,7 @@ def evaluate(
         data: A data spec, dataset or loader; or a list of specs or datasets; or a dict of such, by name. Specs mean
             their test split unless they say.
         architecture: What to build for a checkpoint that doesn't carry it.
-        trust_pickle: Whether code in the checkpoint may run (a pickled module).
+        trust_code: Whether code in the checkpoint may run (a pickled module).
         likelihood: How outputs become log p(y | x); what the model's task takes unless given (per-token for language
             models of transformers, bernoulli for several labels), else categorical.
         head: An anchor whose last layer takes the place of the model's, where that was fine-tuned with a new one.
@@ -90,7 +90,7 @@ def evaluate(
         EwcError: naming what is wrong with the model or the data.
     """
     progress = progress or Silent()
-    opened = open_model(model, architecture, trust_pickle=trust_pickle)
+    opened = open_model(model, architecture, trust_code=trust_code)
     for remark in opened.remarks:
         progress.note(remark)
     if head is not None:

@@ -118,7 +118,7 @@ def finetune(
     head: Head = "shared",
     freeze: Sequence[str] = (),
     architecture: str | None = None,
-    trust_pickle: bool = False,
+    trust_code: bool = False,
     likelihood: LikelihoodName | None = None,
     eval_on: Sequence[Any] | Mapping[str, Any] | None = None,
     select_on: Sequence[Any] = (),
@@ -159,7 +159,7 @@ def finetune(
             the model has none for, and holds the old ones.
         freeze: Patterns (`features.*`) of parameters that this run does not train.
         architecture: What to build for a checkpoint that doesn't carry it.
-        trust_pickle: Whether code in the checkpoint may run (a pickled module).
+        trust_code: Whether code in the checkpoint may run (a pickled module).
         likelihood: How outputs become the loss, -log p(y | x); the anchors' unless given, without any that of the
             model's task (see `consolidate`).
         eval_on: Domains to score before training and at each evaluation, a list of specs or datasets or a dict of such
@@ -204,7 +204,7 @@ def finetune(
     domain = resolve_domain(data, "train", data_dir)
     scored, specs = watched_domains(eval_on, data, domain, stacked, data_dir, progress, head)
     scored, chosen = also_selected(scored, specs, select_on, data_dir)
-    start, fresh = open_start(model, architecture, trust_pickle, stacked, domain, seed)
+    start, fresh = open_start(model, architecture, trust_code, stacked, domain, seed)
     if output is not None:
         _check_output(output, start, overwrite, [model, *given], earlier)
     schedule = replace(schedule, norm_stats=schedule.norm_stats or ("update" if fresh else "frozen"))

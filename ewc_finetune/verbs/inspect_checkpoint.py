@@ -78,14 +78,14 @@ class CheckpointInspection:
 
 
 def inspect_checkpoint(
-    file: str | Path, *, architecture: str | None = None, trust_pickle: bool = False
+    file: str | Path, *, architecture: str | None = None, trust_code: bool = False
 ) -> CheckpointInspection:
     """Say what a checkpoint is.
 
     Args:
         file: The checkpoint.
         architecture: See `open_model`.
-        trust_pickle: Likewise.
+        trust_code: Likewise.
 
     Raises:
         EwcError: naming what is wrong with the file.
@@ -93,7 +93,7 @@ def inspect_checkpoint(
     named, file = str(file) if is_on_hub(file) else Path(file), on_this_machine(file)
     unsafe = globals_asked_for(file) if file.is_file() else []
     try:
-        checkpoint = load_checkpoint(named, trust_pickle=trust_pickle)
+        checkpoint = load_checkpoint(named, trust_code=trust_code)
     except CheckpointError:
         if not unsafe:
             raise

@@ -16,7 +16,7 @@ from ewc_finetune.runs import Run
 from ewc_finetune.schedule import Schedule
 
 # What does not change what is trained: the run ends as it would have, but for rounding and what is drawn at random.
-SOUND = {"log-every", "device", "workers", "data-dir", "overwrite", "tensorboard", "retain", "trust-pickle"}
+SOUND = {"log-every", "device", "workers", "data-dir", "overwrite", "tensorboard", "retain", "trust-code"}
 
 
 def check_options(run: Run, options: Mapping[str, Any], schedule: Schedule, progress: Progress) -> None:

@@ -22,7 +22,7 @@ from ewc_finetune.errors import CheckpointError, UsageError
 def open_start(
     model: str | Path | nn.Module | None,
     architecture: str | None,
-    trust_pickle: bool,
+    trust_code: bool,
     anchors: Sequence[Anchor],
     domain: Domain,
     seed: int,
@@ -33,7 +33,7 @@ def open_start(
             raise UsageError("there is nothing to start from; name --anchors, or a --model for plain training")
         return open_checkpoint(FromAnchor(anchors[-1]), architecture), False
     if isinstance(model, nn.Module) or is_there(model):
-        return open_model(model, architecture, trust_pickle=trust_pickle), False
+        return open_model(model, architecture, trust_code=trust_code), False
     if not looks_like_architecture(str(model)):
         raise CheckpointError(f"there is no checkpoint at {model}, and it names no architecture either: {FORMS}")
     if architecture is not None:

@@ -28,7 +28,7 @@ _TAKEN_OVER = (
     "head",
     "freeze",
     "architecture",
-    "trust_pickle",
+    "trust_code",
     "likelihood",
     "seed",
     "device",
