@@ -482,7 +482,7 @@ def test_archives_that_were_made_to_do_harm(tmp_path, monkeypatch):
 
     with pytest.raises(CheckpointError, match=r"made to do harm: its archive names 'm/../../evil'"):
         load_checkpoint(rewritten(tmp_path / "m.pt", outside))
-    monkeypatch.setattr("ewc_finetune.checkpoint.detection._LARGEST_PACKED", 1000)
+    monkeypatch.setattr("ewc_finetune.checkpoint.archive._LARGEST_PACKED", 1000)
 
     def packed(archive, name, content):
         archive.writestr(name, content.ljust(2000, b"\0"), zipfile.ZIP_DEFLATED)

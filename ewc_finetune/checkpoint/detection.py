@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from ewc_finetune.checkpoint.archive import Archive, is_archive
 from ewc_finetune.errors import CheckpointError
 
 Format = Literal[
     "anchor", "safetensors", "sharded safetensors", "torchscript", "torch.export", "onnx", "torch.save", "hugging face"
 ]
 
-# Weights are stored as they are; what is packed is code, and may be far larger than the file.
-_LARGEST_PACKED = 100 << 20
 # Beyond so much an index of shards is none.
 _LARGEST_INDEX = 100 << 20
 
@@ -60,7 +58,7 @@ def detect(path: Path) -> Format:
         index = _index(path)
         if index is not None:
             return "anchor" if _is_anchor(index.get("metadata")) else "sharded safetensors"
-    if head[:4] == b"PK\x03\x04":
+    if is_archive(path):
         return _of_archive(path)
     return "onnx" if _is_onnx(path) else "torch.save"
 
@@ -140,26 +138,12 @@ def _varint(file: BinaryIO) -> int | None:
 
 
 def _of_archive(path: Path) -> Format:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = archive.infolist()
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise CheckpointError(f"{path} is a damaged archive ({error}). Copy it again from where it came") from error
-    for member in members:
-        parts = Path(member.filename).parts
-        if ".." in parts or Path(member.filename).is_absolute():
-            raise CheckpointError(f"{path} was made to do harm: its archive names {member.filename!r}. Don't use it")
-    packed = sum(member.file_size for member in members if member.compress_type != zipfile.ZIP_STORED)
-    if packed > _LARGEST_PACKED:
-        raise CheckpointError(
-            f"{path} was made to do harm, or not by torch: {packed:,} bytes of its archive are packed, where torch "
-            "packs code alone. Save the model again with torch.save"
-        )
-    inside = {"/".join(Path(member.filename).parts[1:]) for member in members}
-    if any(name.startswith("models/") and name.endswith(".json") for name in inside) or (
-        "serialized_exported_program.json" in {Path(member.filename).name for member in members}
+    with Archive(path) as archive:
+        members = archive.members
+    if any(name.startswith("models/") and name.endswith(".json") for name in members) or (
+        "serialized_exported_program.json" in members
     ):
         return "torch.export"
-    if "constants.pkl" in inside and any(name.startswith("code/") for name in inside):
+    if "constants.pkl" in members and any(name.startswith("code/") for name in members):
         return "torchscript"
     return "torch.save"

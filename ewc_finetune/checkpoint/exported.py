@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.exported_archive import NotPlainError, read_exported, write_exported
+from ewc_finetune.checkpoint.exported_graph import build_graph, sizes_of_inputs
+from ewc_finetune.checkpoint.exported_texts import check_texts
 from ewc_finetune.checkpoint.program import RECORD, Program, silent
 from ewc_finetune.errors import ArchitectureError, CheckpointError
 
 
 class Exported(Program):
-    """An archive that `torch.export.save` wrote.
+    """An archive that `torch.export.save` wrote, read as data.
 
     Args:
         path: The file.
+
+    Raises:
+        CheckpointError: if it is damaged, or has what could run code.
     """
 
     format = "torch.export"
@@ -28,11 +35,17 @@ class Exported(Program):
     what = "an exported graph"
 
     def __init__(self, path: Path) -> None:
-        extra, self._program = _load(path)
-        module = self._program.module()
-        # A graph has one mode, and refuses to be asked for another.
-        module.train = module.eval = lambda mode=True: module  # type: ignore[method-assign, misc]
-        super().__init__(path, module, Record.read_text(extra.get(RECORD), str(path)))
+        try:
+            archive = read_exported(path)
+            check_texts(archive.program)
+            self._graph = build_graph(archive.program, archive.tensors, archive.weights)
+            self._sizes = sizes_of_inputs(archive.program)
+        except NotPlainError as error:
+            raise NotPlainError(_refusal(path, str(error))) from error
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError, SyntaxError) as error:
+            raise CheckpointError(f"{path} is not an exported program that can be read ({error!r:.200})") from error
+        self._weights, self._extra = archive.weights, archive.extra
+        super().__init__(path, self._graph, Record.read_text(self._extra.get(RECORD), str(path)))
 
     def build(self, architecture: str | None) -> tuple[nn.Module, str | None]:
         """See `Checkpoint`.
@@ -42,11 +55,35 @@ class Exported(Program):
                 architecture is named for it.
             NonFiniteError: if a weight is NaN or infinite.
         """
-        _check_batch(self._program, self.label)
-        found = _baked_in(self._program, self.label)
+        _check_batch(self._sizes, self.label)
+        found = _baked_in(self._graph, self.label)
         if found:
             self.remarks += (f"{self.label}: exported in eval mode; {' and '.join(found)}, in training too",)
         return super().build(architecture)
+
+    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
+        """See `Checkpoint`; the program stays as it is, to the byte."""
+        write_exported(self.path, temporary, self._weights, state, {**self._extra, RECORD: record.to_text()})
+
+
+class TrustedExport(Exported):
+    """An archive that torch is to load, for those who trust it: what is in it may run.
+
+    Args:
+        path: The file.
+
+    Raises:
+        CheckpointError: if torch cannot load it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        extra, program = _load(path)
+        module = program.module()
+        # A graph has one mode, and refuses to be asked for another.
+        module.train = module.eval = lambda mode=True: module  # type: ignore[method-assign, misc]
+        self._graph = module
+        self._sizes = dict(_sizes_of(program))
+        Program.__init__(self, path, module, Record.read_text(extra.get(RECORD), str(path)))
 
     def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
         """See `Checkpoint`."""
@@ -61,6 +98,28 @@ class Exported(Program):
         temporary.write_bytes(buffer.getvalue())
 
 
+def open_exported(path: Path, trust_code: bool) -> Exported:
+    """Read an archive as data; where that cannot be done, let torch load it if that is allowed.
+
+    Raises:
+        CheckpointError: see `Exported` and `TrustedExport`.
+    """
+    try:
+        return Exported(path)
+    except NotPlainError:
+        if not trust_code:
+            raise
+        return TrustedExport(path)
+
+
+def _refusal(path: Path, reason: str) -> str:
+    return (
+        f"{path} may run code when torch loads it, so it was not loaded: {reason}. Where you have the model, export it "
+        "again with torch.export.save of torch 2.8 or later. If you know who made the file, and trust them: "
+        "--trust-code"
+    )
+
+
 def _load(path: Path) -> tuple[dict[str, Any], torch.export.ExportedProgram]:
     extra = {RECORD: ""}
     try:
@@ -72,22 +131,27 @@ def _load(path: Path) -> tuple[dict[str, Any], torch.export.ExportedProgram]:
     return extra, program
 
 
-def _check_batch(program: torch.export.ExportedProgram, label: str) -> None:
+def _sizes_of(program: torch.export.ExportedProgram) -> Iterator[tuple[str, list[int | None]]]:
+    """Yield the shapes that the inputs were exported for; None is any size."""
     names = set(program.graph_signature.user_inputs)
     for node in program.graph.nodes:
         if node.op == "placeholder" and node.name in names and isinstance(node.meta.get("val"), torch.Tensor):
-            size = node.meta["val"].shape[:1]
-            if size and isinstance(size[0], int):
-                raise ArchitectureError(
-                    f"{label} was exported for batches of exactly {size[0]}. Export it again with a dynamic first "
-                    "dimension: dynamic_shapes={0: torch.export.Dim('batch')} for each input"
-                )
+            yield node.name, [size if isinstance(size, int) else None for size in node.meta["val"].shape]
 
 
-def _baked_in(program: torch.export.ExportedProgram, label: str) -> list[str]:
+def _check_batch(sizes: dict[str, list[int | None]], label: str) -> None:
+    for found in sizes.values():
+        if found and found[0] is not None:
+            raise ArchitectureError(
+                f"{label} was exported for batches of exactly {found[0]}. Export it again with a dynamic first "
+                "dimension: dynamic_shapes={0: torch.export.Dim('batch')} for each input"
+            )
+
+
+def _baked_in(module: fx.GraphModule, label: str) -> list[str]:
     """Say what the export decided for good; refuse what would make it another model at every call."""
     dropouts, norms = 0, 0
-    for node in program.graph.nodes:
+    for node in module.graph.nodes:
         name, args = str(node.target), node.args
         if "dropout" in name:
             dropouts += 1

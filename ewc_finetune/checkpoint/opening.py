@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from torch import nn
 
 from ewc_finetune.anchor import FORMAT, Anchor, check_model
 from ewc_finetune.checkpoint.architecture import build, complete
+from ewc_finetune.checkpoint.archive import is_archive
 from ewc_finetune.checkpoint.checkpoint import Checkpoint, Record
 from ewc_finetune.checkpoint.detection import detect
-from ewc_finetune.checkpoint.exported import Exported
+from ewc_finetune.checkpoint.exported import Exported, open_exported
 from ewc_finetune.checkpoint.from_anchor import FromAnchor
 from ewc_finetune.checkpoint.hugging_face import HUB, HuggingFace, address_of, download, purpose_of, weights_file
 from ewc_finetune.checkpoint.onnx_file import Onnx
@@ -24,6 +25,7 @@ from ewc_finetune.checkpoint.pickled import Pickled
 from ewc_finetune.checkpoint.safetensors_file import SafetensorsFile
 from ewc_finetune.checkpoint.sharded import Sharded
 from ewc_finetune.checkpoint.state_dict import StateDict, find_state
+from ewc_finetune.checkpoint.stored_tensors import check_archive
 from ewc_finetune.checkpoint.torchscript import TorchScript
 from ewc_finetune.checkpoint.weights import Weights
 from ewc_finetune.choices import LikelihoodName
@@ -38,6 +40,14 @@ from ewc_finetune.shards import PART
 
 # The formats that a file alone tells.
 _KINDS = (SafetensorsFile, Sharded, TorchScript, Exported, Onnx)
+# How they are read, by whether code in the file may run.
+_OPENERS: Mapping[str, Callable[[Path, bool], Checkpoint]] = {
+    SafetensorsFile.format: lambda path, trusted: SafetensorsFile(path),
+    Sharded.format: lambda path, trusted: Sharded(path),
+    TorchScript.format: TorchScript,
+    Exported.format: open_exported,
+    Onnx.format: lambda path, trusted: Onnx(path),
+}
 
 
 @dataclass(frozen=True)
@@ -136,7 +146,8 @@ def load_checkpoint(path: str | Path, *, trust_code: bool = False) -> Checkpoint
     Args:
         path: The file, the index of a sharded one, a model folder of transformers, `hf:org/name` for such a folder on
             the Hub, or `hf://org/name[@revision][/file]` for a file there or the repository's anchor.
-        trust_code: Whether a pickle may run code. None does otherwise, and no other format can.
+        trust_code: Whether code in the file may run: a pickled module's, or that of a program which may do more than
+            compute. None runs otherwise.
 
     Raises:
         CheckpointError: if the file is missing, empty or damaged, holds no model, or asks for code to be run.
@@ -157,9 +168,10 @@ def _load_path(path: Path, trust_code: bool) -> Checkpoint:
         return FromAnchor(Anchor.open(path))
     if found == "hugging face":
         return _load_folder(path, str(path))
-    for kind in _KINDS:
-        if kind.format == found:
-            return kind(path)
+    if found != Exported.format and is_archive(path):  # which compares what it reads itself
+        check_archive(path)
+    if found in _OPENERS:
+        return _OPENERS[found](path, trust_code)
     document = _load_pickle(path, trust_code)
     if isinstance(document, nn.Module):
         return Pickled(path, document)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import zipfile
+import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ewc_finetune.checkpoint.archive import Archive
 from ewc_finetune.checkpoint.checkpoint import Record
 from ewc_finetune.checkpoint.program import RECORD, Program, silent
+from ewc_finetune.checkpoint.torchscript_code import find_refused
 from ewc_finetune.errors import CheckpointError
+
+# What torch.jit.save writes. Anything else may be of a format of long ago, whose code lies elsewhere.
+_MEMBERS = re.compile(
+    r"version|byteorder|\.data/.+|extra/.+|data/\d+|constants/\d+|traced_inputs/\d+|(data|constants|traced_inputs)\.pkl|"
+    r"code/.+\.py(\.debug_pkl)?"
+)
 
 
 class TorchScript(Program):
@@ -19,6 +27,10 @@ class TorchScript(Program):
 
     Args:
         path: The file.
+        trust_code: Whether its code may do more than compute.
+
+    Raises:
+        CheckpointError: if it is damaged, or its code does more than it may.
     """
 
     format = "torchscript"
@@ -30,7 +42,9 @@ class TorchScript(Program):
         "frozen"
     )
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, trust_code: bool = False) -> None:
+        if not trust_code:
+            _check_code(path)
         extra, module = _load(path)
         super().__init__(path, module, Record.read_text(extra.get(RECORD), str(path)))
 
@@ -44,9 +58,24 @@ class TorchScript(Program):
             temporary.write_bytes(module.save_to_buffer(_extra_files=extra))
 
 
+def _check_code(path: Path) -> None:
+    with Archive(path) as archive:
+        strange = next((name for name in archive.members if not _MEMBERS.fullmatch(name)), None)
+        reason = (
+            f"its archive has {strange!r:.100}"
+            if strange is not None
+            else find_refused(archive.read(name) for name in archive.members if name.endswith(".py"))
+        )
+    if reason is not None:
+        raise CheckpointError(
+            f"{path} is TorchScript that may do more than compute, so it was not loaded: {reason}. If you know who "
+            "made the file, and trust them: --trust-code"
+        )
+
+
 def _load(path: Path) -> tuple[dict[str, Any], torch.jit.ScriptModule]:
-    with zipfile.ZipFile(path) as archive:
-        names = [name.partition("/extra/")[2] for name in archive.namelist() if "/extra/" in name]
+    with Archive(path) as archive:
+        names = [name.partition("/")[2] for name in archive.members if name.startswith("extra/")]
     extra = dict.fromkeys(names, "")
     try:
         with silent():

@@ -1,0 +1,181 @@
+"""The zip archives that torch writes: looked at before anything in them is loaded.
+
+torch reads them with a parser of its own, which compares no checksums. What is found here holds for that parser too,
+for an archive is refused that two parsers could read differently.
+"""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from ewc_finetune.errors import CheckpointError
+
+# Weights are stored as they are; what is packed is code, and may be far larger than the file.
+_LARGEST_PACKED = 100 << 20
+_BLOCK = 1 << 20
+# What an archive ends with: its end, before that the place of the record of 64 bits, and before that this record.
+_END = struct.Struct("<4s4H2LH")
+_PLACE_64 = struct.Struct("<4sLQL")
+_END_64 = struct.Struct("<4sQ2H2L4Q")
+# Where torch lets tensors begin, so that they can be mapped, and the field that fills the space before them.
+_ALIGNMENT = 64
+_PADDING = b"FB"
+_LOCAL_HEADER = 30
+
+
+def is_archive(path: Path) -> bool:
+    """Whether a file begins as a zip archive does."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+class Archive:
+    """The members of a zip archive, by their names in the folder that they share; to be used in a `with`.
+
+    Args:
+        path: The file.
+
+    Attributes:
+        folder: What all members are in, with its slash; nothing where that is none.
+        members: Their sizes in bytes.
+        has_checksums: `torch.serialization.set_crc32_options(False)` leaves them out.
+
+    Raises:
+        CheckpointError: if it is damaged, or made to do harm.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._archive = zipfile.ZipFile(path)
+        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+            raise self._damaged(str(error)) from error
+        found = self._archive.infolist()
+        try:
+            self._check_end(len(found))
+            _check_names(path, [member.orig_filename for member in found])
+            _check_packed(path, found)
+        except BaseException:
+            self._archive.close()
+            raise
+        folders = {member.filename.partition("/")[0] for member in found}
+        self.folder = f"{folders.pop()}/" if len(folders) == 1 else ""
+        self.members = {member.filename.removeprefix(self.folder): member.file_size for member in found}
+        self.has_checksums = any(member.CRC for member in found)
+        for member in found if not self.has_checksums else ():
+            del member.CRC  # zipfile then compares none
+
+    def __enter__(self) -> Archive:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._archive.close()
+
+    def read(self, name: str) -> bytes:
+        """Return the bytes of a member.
+
+        Raises:
+            CheckpointError: if there is none of that name, or its bytes are not those that were written.
+        """
+        if name not in self.members:
+            raise self._damaged(f"it has no {name}")
+        with self._reading(name) as file:
+            return file.read()
+
+    def verify(self, count: Callable[[int], None] = lambda size: None) -> None:
+        """Read every member, and compare it with its checksum.
+
+        Args:
+            count: Is told how many bytes have been read, block by block.
+
+        Raises:
+            CheckpointError: naming a member whose bytes are not those that were written.
+        """
+        for name in self.members:
+            with self._reading(name) as file:
+                while block := file.read(_BLOCK):
+                    count(len(block))
+
+    def rewrite(self, target: Path, changed: Mapping[str, bytes | bytearray]) -> None:
+        """Write the archive with other bytes for some members, and new ones behind them; no time goes into it."""
+        with zipfile.ZipFile(target, "w") as written:
+            for name in dict.fromkeys([*self.members, *changed]):
+                data = changed[name] if name in changed else self.read(name)
+                member = zipfile.ZipInfo(f"{self.folder}{name}")
+                member.extra = _padding(written.start_dir + _LOCAL_HEADER + len(member.filename.encode()))
+                written.writestr(member, data)
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[IO[bytes]]:
+        try:
+            with self._archive.open(f"{self.folder}{name}") as file:
+                yield file
+        except (zipfile.BadZipFile, zlib.error, OSError, EOFError, NotImplementedError, RuntimeError) as error:
+            raise self._damaged(f"the bytes of {name} are not those that were written: {error}") from error
+
+    def _damaged(self, reason: str) -> CheckpointError:
+        return CheckpointError(f"{self.path} is a damaged archive ({reason}). Copy it again from where it came")
+
+    def _check_end(self, count: int) -> None:
+        """Refuse an archive whose end can be read in two ways: with a comment, a gap, or two lists of members."""
+        with self.path.open("rb") as file:
+            end = self.path.stat().st_size - _END.size
+            signature, *_, entries, size, start, comment = _read(file, end, _END)
+            if signature != b"PK\x05\x06" or comment:
+                raise self._damaged("something follows its end")
+            if (place := _read(file, end - _PLACE_64.size, _PLACE_64))[0] == b"PK\x06\x07":
+                end -= _PLACE_64.size + _END_64.size
+                said = (entries, size, start)
+                signature, *_, entries, size, start = _read(file, end, _END_64)
+                unsaid = all(a in (b, limit) for a, b, limit in zip(said, (entries, size, start), _UNSAID, strict=True))
+                if signature != b"PK\x06\x06" or place[2] != end or not unsaid:
+                    raise self._damaged("it has two ends")
+        if (entries, start, start + size) != (count, self._archive.start_dir, end):
+            raise self._damaged("its list of members is not where it is said to be")
+
+
+# What the short end says of entries, size and start where only the long one has room for them.
+_UNSAID = (0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF)
+
+
+def _read(file: IO[bytes], place: int, record: struct.Struct) -> tuple[Any, ...]:
+    if place < 0:
+        return (b"",) * len(record.unpack(bytes(record.size)))
+    file.seek(place)
+    return record.unpack(file.read(record.size).ljust(record.size, b"\0"))
+
+
+def _padding(start: int) -> bytes:
+    """Return an extra field with which what follows it begins where torch lets tensors begin."""
+    size = -(start + len(_PADDING) + 2) % _ALIGNMENT
+    return _PADDING + struct.pack("<H", size) + bytes(size)
+
+
+def _check_names(path: Path, names: list[str]) -> None:
+    for name in names:
+        if ".." in name.split("/") or name.startswith("/") or not name.isprintable() or "\\" in name:
+            raise CheckpointError(f"{path} was made to do harm: its archive names {name!r:.100}. Don't use it")
+    name, times = next(iter(Counter(names).most_common(1)), ("", 0))
+    if times > 1:
+        raise CheckpointError(
+            f"{path} was made to do harm: its archive has {times} members {name!r:.100}. Don't use it"
+        )
+
+
+def _check_packed(path: Path, members: list[zipfile.ZipInfo]) -> None:
+    packed = sum(member.file_size for member in members if member.compress_type != zipfile.ZIP_STORED)
+    if packed > _LARGEST_PACKED:
+        raise CheckpointError(
+            f"{path} was made to do harm, or not by torch: {packed:,} bytes of its archive are packed, where torch "
+            "packs code alone. Save the model again with torch.save"
+        )
