@@ -33,6 +33,7 @@ from ewc_finetune.block_file import (
     sizes_of,
     to_tensors,
 )
+from ewc_finetune.checksums import KEY, CheckedSource
 from ewc_finetune.curvature.storage import decode, encode
 from ewc_finetune.errors import AnchorError, NonFiniteError
 from ewc_finetune.files import atomic_write, sha256
@@ -209,6 +210,8 @@ class Anchor:
         where = source.label
         _check_format(source.metadata, where)
         provenance, unknown = read_provenance(source.metadata.get("anchor"), where)
+        unknown += sorted(source.metadata.keys() - {"format", "format_version", "anchor", KEY})
+        source = CheckedSource(source)
         if provenance.weights_reference is not None:
             source = ReferringSource(source, provenance.weights_reference)
         groups = groups_of(provenance)

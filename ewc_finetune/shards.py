@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ewc_finetune.checksums import forms_of, read_checksums, with_checksums
 from ewc_finetune.errors import AnchorError
 from ewc_finetune.tensor_source import (
     LARGEST_HEADER,
@@ -220,6 +221,8 @@ def write_groups(source: LocalSource, groups: tuple[str, ...], metadata: Mapping
         if name.startswith(groups):
             kept[name] = _moved(entry, at - entry.start)
             at = kept[name].end
+    known = read_checksums(source.metadata, forms_of(source.entries), source.label, AnchorError)
+    metadata = metadata if known is None else with_checksums(metadata, forms_of(kept), known)
     blocks = (block for name in kept for block in source.blocks(source.entries[name].start, source.entries[name].end))
     _write(path, _file(make_header(metadata, kept), blocks))
 

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ewc_finetune.checksums import checksum, with_checksums
 from ewc_finetune.errors import StorageError
 from ewc_finetune.tensor_source import TensorSource, header_text
 
@@ -92,24 +93,25 @@ def write_tensors(temporary: Path, path: Path, tensors: Mapping[str, Tensor], me
     Raises:
         StorageError: if it cannot be written.
     """
-    separate = {}
+    separate: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
         whole = tensor.detach().cpu().contiguous()
         separate[name] = whole.clone() if whole.data_ptr() in seen else whole
         seen.add(whole.data_ptr())
+    checksums = {name: checksum(tensor) for name, tensor in separate.items()}
+    forms = dict.fromkeys(separate, ("", ()))  # known when they are written
     try:
-        save_file(separate, temporary, dict(metadata))
+        save_file(separate, temporary, with_checksums(metadata, forms, checksums))
     except SafetensorError as error:
         full = "No space" in str(error)
         reason = "the disk is full. Nothing was left behind" if full else str(error)
         raise StorageError(f"cannot write {path}: {reason}") from error
-    if metadata:
-        _sort_metadata(temporary)
+    _finish_header(temporary, metadata, checksums)
 
 
-def _sort_metadata(path: Path) -> None:
-    """Put the metadata of a safetensors file in order: they are written from a hash map, different every time.
+def _finish_header(path: Path, metadata: Mapping[str, str], checksums: Mapping[str, str]) -> None:
+    """Put the metadata in order, which are written from a hash map, different every time; with the header's checksum.
 
     Raises:
         StorageError: if that cannot be.
@@ -117,7 +119,9 @@ def _sort_metadata(path: Path) -> None:
     with path.open("r+b") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        del header["__metadata__"]
+        forms = {name: (told["dtype"], tuple(told["shape"])) for name, told in header.items()}
+        header = {"__metadata__": dict(sorted(with_checksums(metadata, forms, checksums).items())), **header}
         text = header_text(header)
         if len(text) > length:
             raise StorageError(f"cannot write {path}: the safetensors header grew from {length} to {len(text)} bytes")

@@ -120,7 +120,7 @@ class Archive:
         try:
             with self._archive.open(f"{self.folder}{name}") as file:
                 yield file
-        except (zipfile.BadZipFile, zlib.error, OSError, EOFError, NotImplementedError, RuntimeError) as error:
+        except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError) as error:
             raise self._damaged(f"the bytes of {name} are not those that were written: {error}") from error
 
     def _damaged(self, reason: str) -> CheckpointError:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ewc_finetune.checkpoint.checkpoint import Record, SingleFile
 from ewc_finetune.checkpoint.weights import Weights, merged
+from ewc_finetune.checksums import check_tensor, read_checksums
 from ewc_finetune.errors import CheckpointError
 from ewc_finetune.files import sha256
 from ewc_finetune.tensor_file import write_tensors
@@ -45,16 +46,21 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and the metadata of a file; nothing in it is ever executed.
 
     Raises:
-        CheckpointError: if it is no whole safetensors file.
+        CheckpointError: if it is no whole safetensors file, or not what was written, by checksums that it has.
     """
     try:
         with safe_open(path, framework="pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             metadata = dict(file.metadata() or {})
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            forms = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+            checksums = read_checksums(metadata, forms, str(path), CheckpointError)
+            found = {name: file.get_tensor(name) for name in slices}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{path} is not a whole safetensors file ({error}). Copy it again from where it came"
         ) from error
+    for name, tensor in found.items() if checksums is not None else ():
+        check_tensor(name, tensor, checksums or {}, str(path), CheckpointError)
     if not found:
         raise CheckpointError(f"{path} holds no tensors; expected the weights of a model")
     return found, metadata

@@ -1,0 +1,116 @@
+"""One bit is flipped somewhere in a file: it is refused, or remarked on, or what is read is the same to the bit."""
+
+import random
+
+import archives
+import pytest
+import torch
+from conftest import Small, trained
+from sizes import times
+from torch.utils.data import TensorDataset
+
+import ewc_finetune as ewc
+from ewc_finetune.checkpoint.opening import load_checkpoint
+from ewc_finetune.errors import EwcError
+from ewc_finetune.shards import cut
+from ewc_finetune.tensor_source import FileSource
+
+FLIPS = 150
+
+
+def flipped(content: bytes, random_bits: random.Random) -> bytes:
+    at = random_bits.randrange(len(content) * 8)
+    changed = bytearray(content)
+    changed[at // 8] ^= 1 << at % 8
+    return bytes(changed)
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    """A file of each format that this tool writes, and what is read from it."""
+    folder = tmp_path_factory.mktemp("originals")
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(12, 4), torch.arange(12) % 3)
+    model = trained(Small(), torch.float32)
+    ewc.consolidate(model, data, output=folder / "anchor.safetensors", curvature="kfac", probe=2)
+    cut(FileSource(folder / "anchor.safetensors"), folder, "parts", 200)
+    torch.save(model.state_dict(), folder / "state.pt")
+    archives.script(folder / "script.pt", archives.Plain("m"))
+    archives.export(folder / "exported.pt2")
+    for name, kind in (("weights.safetensors", "safetensors"), ("w.pt", "state_dict")):
+        source = folder / f"source.{name}"
+        if kind == "safetensors":
+            import safetensors.torch
+
+            safetensors.torch.save_file(dict(model.state_dict()), source)
+        else:
+            torch.save(model.state_dict(), source)
+        options = {"architecture": "conftest:Small", "epochs": 0, "eval_on": []}
+        ewc.finetune(source, data, output=folder / name, **options)
+    return folder
+
+
+def content_of(path):
+    """Everything that is read from a file, with the remarks."""
+    if path.name.startswith(("anchor", "parts")):
+        anchor = ewc.Anchor.load(path)
+        tensors = {
+            **{f"weights.{name}": tensor for name, tensor in anchor.weights.items()},
+            **{f"fisher.{name}": tensor for name, tensor in anchor.fisher.items()},
+            **{f"buffers.{name}": tensor for name, tensor in anchor.buffers.items()},
+            **{f"blocks.{n}.{side}": getattr(b, side).matrix() for n, b in anchor.blocks.items() for side in SIDES},
+            **{f"probe.{number}": probe.outputs for number, probe in enumerate(anchor.probes)},
+        }
+        return tensors, anchor.metadata, anchor.remarks
+    checkpoint = load_checkpoint(path)
+    state = checkpoint.state or checkpoint.build(None)[0].state_dict()
+    return dict(state), checkpoint.record.to_json(), ()
+
+
+SIDES = ("input", "output")
+
+
+def is_same(found, expected) -> bool:
+    """Whether two readings are the same; one with a remark that the other has not is another, and is noticed."""
+    tensors, told, remarks = found
+    if remarks != expected[2]:
+        return True
+    return (
+        told == expected[1]
+        and tensors.keys() == expected[0].keys()
+        and all(torch.equal(tensor, expected[0][name]) for name, tensor in tensors.items())
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "anchor.safetensors",
+        "parts-00001",
+        "parts.safetensors.index.json",
+        "weights.safetensors",
+        "w.pt",
+        "state.pt",
+        "script.pt",
+        "exported.pt2",
+    ],
+)
+def test_no_flip_goes_unnoticed(originals, tmp_path, name):
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for file in originals.iterdir():
+        if file.is_file() and (file.name.startswith("parts") if name.startswith("parts") else file.name == name):
+            (folder / file.name).write_bytes(file.read_bytes())
+    changed = next(file for file in folder.iterdir() if file.name.startswith(name))
+    opened = folder / "parts.safetensors.index.json" if name.startswith("parts") else changed
+    whole, expected = changed.read_bytes(), content_of(opened)
+    noticed = 0
+    for seed in times(FLIPS):
+        changed.write_bytes(flipped(whole, random.Random(seed)))
+        try:
+            found = content_of(opened)
+        except EwcError:
+            noticed += 1
+            continue
+        assert is_same(found, expected), f"seed {seed}"
+    assert noticed > len(times(FLIPS)) / 3  # the others are in what nobody reads: padding, times of members
