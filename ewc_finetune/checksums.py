@@ -84,6 +84,13 @@ def check_tensor(name: str, tensor: Tensor, checksums: Mapping[str, str], where:
         raise damaged(name, where, error)
 
 
+def verdict(has_checksums: bool) -> str:
+    """Say what it tells that a file could be read whole, its checksums included where it has any."""
+    if has_checksums:
+        return "as it was written, by its checksums"
+    return "it can be read, and has no checksums to compare it with"
+
+
 def damaged(what: str, where: str, error: type[EwcError]) -> EwcError:
     """Return the error of what is no longer as it was written."""
     return error(

@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     "--plot", type=click.Path(dir_okay=False), help="Draw the importance of each layer: a .png, .pdf or .svg."
 )
 @click.option("--overwrite", is_flag=True, help="Replace that file if it exists.")
+@click.option("--verify", is_flag=True, help="Read all of it, and compare it with the checksums that it has.")
 @click.option("--arch", metavar="ARCH", help="Of a checkpoint: what its weights are of.")
 @trust_option
 @printing_options
-def inspect(file: str, plot: str | None, overwrite: bool, arch: str | None, trust_code: bool, printer: Printer) -> None:
+def inspect(
+    file: str, plot: str | None, overwrite: bool, verify: bool, arch: str | None, trust_code: bool, printer: Printer
+) -> None:
     """Say what is in FILE, an anchor or a checkpoint, and where it came from.
 
     Of an anchor hardly more than the header is read; of one on the Hub (hf://ORG/NAME) no more is fetched.
@@ -35,11 +38,11 @@ def inspect(file: str, plot: str | None, overwrite: bool, arch: str | None, trus
     if not is_anchor(file):
         if plot is not None:
             raise UsageError(f"{file} is a checkpoint, which has no importance to draw; --plot is for anchors")
-        printer.document(inspect_checkpoint(file, architecture=arch, trust_code=trust_code))
+        printer.document(inspect_checkpoint(file, architecture=arch, trust_code=trust_code, verify=verify))
         return
     if arch is not None or trust_code:
         raise UsageError(f"{file} is an anchor; --arch and --trust-code are for checkpoints")
-    found = run(file, plot=plot, overwrite=overwrite)
+    found = run(file, plot=plot, overwrite=overwrite, verify=verify)
     printer.facts(found.facts)
     printer.note("")
     importance_table(printer, found.provenance)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ewc_finetune.anchor import Anchor, open_source
 from ewc_finetune.block_file import BlockFile, StoredBlock, stored_block
+from ewc_finetune.checksums import KEY, verdict
 from ewc_finetune.curvature.importance import LayerImportance, importance_by_layer
 from ewc_finetune.curvature.storage import describe as describe_storage
 from ewc_finetune.errors import AnchorError
@@ -37,6 +38,7 @@ class Inspection:
         provenance: Where it came from, with the importance of each layer.
         remarks: What a reader should know of the file.
         sha256: Of one on the Hub that is one file, its digest, as the Hub promises it.
+        verified: What came of reading all of it, if that was asked for.
     """
 
     file: Path | HubAddress
@@ -47,6 +49,7 @@ class Inspection:
     provenance: Provenance
     remarks: tuple[str, ...]
     sha256: str | None = None
+    verified: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it in values that JSON has."""
@@ -59,6 +62,7 @@ class Inspection:
             "provenance": asdict(self.provenance),
             "remarks": list(self.remarks),
             "sha256": self.sha256,
+            "verified": self.verified,
         }
 
     @property
@@ -83,6 +87,7 @@ class Inspection:
             ("made", " with ".join(filter(None, (origin.created, _versions(origin))))),
             ("size", f"{self.bytes:,} bytes"),
             ("sha256", self.sha256 or ""),
+            ("verified", self.verified or ""),
             ("holds", f"{held:,} of {weights:,} weights" + (f", {singly:,} of them singly" if self.blocks else "")),
             ("in blocks", _blocks(self.blocks.values())),
             *((f"  {layer}", _kept(block)) for layer, block in self.blocks.items()),
@@ -112,15 +117,22 @@ class Inspection:
         return [(name, value) for name, value in found if value] + [("note", remark) for remark in self.remarks]
 
 
-def inspect(file: str | Path | HubAddress, *, plot: str | Path | None = None, overwrite: bool = False) -> Inspection:
+def inspect(
+    file: str | Path | HubAddress,
+    *,
+    plot: str | Path | None = None,
+    overwrite: bool = False,
+    verify: bool = False,
+) -> Inspection:
     """Say what is in an anchor: from its header and eigenvalues, and all of its curvature if it has no importance.
 
-    Of one on the Hub nothing else is fetched.
+    Of one on the Hub nothing else is fetched, unless it is to be verified.
 
     Args:
         file: The anchor, or its address on the Hub.
         plot: File to draw the importance of each layer in: `.png`, `.pdf`, `.svg`.
         overwrite: Whether that file may be replaced.
+        verify: Whether to read all tensors, and compare them with the checksums that the file has.
 
     Raises:
         EwcError: naming what is wrong with the file.
@@ -149,6 +161,7 @@ def inspect(file: str | Path | HubAddress, *, plot: str | Path | None = None, ov
         provenance=origin,
         remarks=anchor.remarks if there is None else there.remarks + anchor.remarks,
         sha256=None if there is None else there.sha256,
+        verified=f"{verdict(KEY in source.metadata)}; sha256 {Anchor.load(file).digest}" if verify else None,
     )
     if plot is not None:
         draw_importance(Path(plot), origin.importance, f"{origin.name}: share of the curvature by layer")

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ewc_finetune.checkpoint import verification
 from ewc_finetune.checkpoint.checkpoint import Record
 from ewc_finetune.checkpoint.hugging_face import HuggingFace
 from ewc_finetune.checkpoint.opening import (
@@ -38,6 +39,7 @@ class CheckpointInspection:
         unsafe: What its pickle would import; nothing else is known of it then, unless it is trusted.
         record: What ewc-ft knows of it.
         remarks: What a reader should know of it.
+        verified: What came of comparing it with its checksums, if that was asked for.
     """
 
     file: Path | str
@@ -51,6 +53,7 @@ class CheckpointInspection:
     unsafe: list[str]
     record: Record
     remarks: tuple[str, ...]
+    verified: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it in values that JSON has."""
@@ -72,13 +75,14 @@ class CheckpointInspection:
             ("normalisation", few(self.normalisation)),
             ("classes", few(self.record.classes or [])),
             ("trained under", "; ".join(f"{e.get('name')} (lambda {e.get('lambda')})" for e in self.record.lineage)),
+            ("verified", self.verified or ""),
             ("unsafe", f"its pickle asks for {few(self.unsafe)}" if self.unsafe else ""),
         ]
         return [(name, value) for name, value in found if value] + [("note", remark) for remark in self.remarks]
 
 
 def inspect_checkpoint(
-    file: str | Path, *, architecture: str | None = None, trust_code: bool = False
+    file: str | Path, *, architecture: str | None = None, trust_code: bool = False, verify: bool = False
 ) -> CheckpointInspection:
     """Say what a checkpoint is.
 
@@ -86,6 +90,7 @@ def inspect_checkpoint(
         file: The checkpoint.
         architecture: See `open_model`.
         trust_code: Likewise.
+        verify: Whether to compare all of it with the checksums that it has.
 
     Raises:
         EwcError: naming what is wrong with the file.
@@ -123,6 +128,7 @@ def inspect_checkpoint(
         unsafe=unsafe,
         record=checkpoint.record,
         remarks=checkpoint.remarks,
+        verified=verification.verify(file) if verify else None,
     )
 
 

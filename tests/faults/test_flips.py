@@ -114,3 +114,36 @@ def test_no_flip_goes_unnoticed(originals, tmp_path, name):
             continue
         assert is_same(found, expected), f"seed {seed}"
     assert noticed > len(times(FLIPS)) / 3  # the others are in what nobody reads: padding, times of members
+
+
+def test_inspect_says_whether_a_file_is_as_it_was_written(originals, ewc_ft, tmp_path):
+    for name, told in (
+        ("anchor.safetensors", "as it was written, by its checksums; sha256 "),
+        ("parts.safetensors.index.json", "as it was written, by its checksums; sha256 "),
+        ("weights.safetensors", "as it was written, by its checksums"),
+        ("source.weights.safetensors", "it can be read, and has no checksums to compare it with"),
+        ("state.pt", "as it was written, by its checksums"),
+        ("exported.pt2", "as it was written, by its checksums"),
+    ):
+        assert told in ewc_ft("inspect", originals / name, "--verify").stderr
+        assert "verified" not in ewc_ft("inspect", originals / name).stderr
+    content = bytearray((originals / "anchor.safetensors").read_bytes())
+    content[-3] ^= 1
+    (tmp_path / "a.safetensors").write_bytes(content)
+    assert "is not as it was written" in ewc_ft("inspect", "a.safetensors", "--verify", expect=1).stderr
+
+
+def test_what_another_tool_kept_metadata_of_is_refused_with_the_remedy(originals, tmp_path):
+    import safetensors
+    import safetensors.torch
+
+    with safetensors.safe_open(originals / "weights.safetensors", "pt") as file:
+        metadata = file.metadata()
+    state = safetensors.torch.load_file(originals / "weights.safetensors")
+    state["last.bias"] += 1
+    safetensors.torch.save_file(state, tmp_path / "w.safetensors", metadata)
+    with pytest.raises(EwcError, match=r"last.bias is not as it was written.*leave 'ewc_checksums' out"):
+        load_checkpoint(tmp_path / "w.safetensors")
+    metadata.pop("ewc_checksums")
+    safetensors.torch.save_file(state, tmp_path / "w.safetensors", metadata)
+    assert torch.equal(load_checkpoint(tmp_path / "w.safetensors").state["last.bias"], state["last.bias"])
