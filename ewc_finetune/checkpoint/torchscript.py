@@ -82,7 +82,7 @@ def _load(path: Path) -> tuple[dict[str, Any], torch.jit.ScriptModule]:
             module: torch.jit.ScriptModule = torch.jit.load(  # type: ignore[no-untyped-call]
                 str(path), map_location="cpu", _extra_files=extra
             )
-    except (RuntimeError, ValueError, OSError) as error:
-        reason = str(error).strip().partition("\n")[0][:200]
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
         raise CheckpointError(f"{path} is not a whole TorchScript archive ({reason})") from error
     return extra, module
