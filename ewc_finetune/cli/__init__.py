@@ -17,7 +17,6 @@ from ewc_finetune.cli.push import push
 from ewc_finetune.cli.report import report
 from ewc_finetune.cli.sweep import sweep
 
-
 _SETTINGS = {
     "help_option_names": ["-h", "--help"],
     "max_content_width": 100,
@@ -42,8 +41,8 @@ def main() -> None:
 
     DATA is mnist, fmnist, kmnist, cifar10, digits, imagefolder:PATH, images:PATH, npz:FILE, csv:FILE, hf:DATASET,
     text:FILE, generate:N or package.module:function, with options behind a question mark: split=train|test,
-    classes=0-4, limit=N, size=PIXELS, channels=1|3, rotate=DEGREES, permute=SEED, offset=N, active=0-4; of tables and
-    datasets text=COLUMN, target=COLUMN; of texts length=TOKENS, pack=TOKENS; joined by &.
+    classes=0-4, limit=N, first=N, size=PIXELS, channels=1|3, rotate=DEGREES, permute=SEED, offset=N, active=0-4; of
+    tables and datasets text=COLUMN, target=COLUMN; of texts length=TOKENS, pack=TOKENS; joined by &.
     """  # noqa: D301 - click reads the \b
 
 

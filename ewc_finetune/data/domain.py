@@ -36,6 +36,7 @@ class Domain:
         split: Which split the samples are, where the data has splits.
         active: The model's outputs that count for these samples; all unless given.
         collate: Makes a batch of single samples, where they are not tensors of one shape; torch's own unless given.
+        remarks: What a reader should know of how the samples were chosen.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Domain:
     split: str | None = None
     active: tuple[int, ...] | None = None
     collate: Callable[[list[Any]], Any] | None = None
+    remarks: tuple[str, ...] = ()
 
     @property
     def indexable(self) -> bool:

@@ -88,7 +88,7 @@ def of_rows(rows: Any, name: str, options: Options, split: Split | None = None) 
     if not hasattr(rows, "__len__"):
         if text is None or len(targets) > 1:
             raise UsageError(f"{name}: a stream is of texts, with one target at most; name the column with text=")
-        found = TextStream(rows, text, targets[0] if targets else None, options.limit, options.length)
+        found = TextStream(rows, text, targets[0] if targets else None, length=options.length)
         return Domain(name, found, classes, split=split)
     labels, names = labels_of([rows[column] for column in targets], f"{name}: {', '.join(targets)}")
     classes = classes or names

@@ -26,7 +26,8 @@ class Options:
     Attributes:
         split: `train` or `test`; None where the spec doesn't say.
         classes: Labels to keep; all unless given.
-        limit: Keep the first so many, after `classes`.
+        first: Keep the first so many, after `classes`.
+        limit: Keep a draw of so many, after `first`: an even one, where samples have classes (`draw_evenly`).
         size: Resize images to (height, width).
         channels: 1 for grey, 3 for colour.
         rotate: Turn images by so many degrees, counterclockwise.
@@ -46,6 +47,7 @@ class Options:
 
     split: Split | None = None
     classes: tuple[range, ...] | None = None
+    first: int | None = None
     limit: int | None = None
     size: tuple[int, int] | None = None
     channels: int | None = None
@@ -83,14 +85,14 @@ class Options:
         return images
 
     def keep(self, samples: int, labels: Tensor | None) -> Tensor:
-        """Return the indices of the samples that `classes` and `limit` keep; `classes` needs labels."""
+        """Return the indices of the samples that `classes` and `first` keep; `classes` needs labels."""
         indices = torch.arange(samples)
         if self.classes is not None and labels is not None:
             kept = torch.zeros(samples, dtype=torch.bool)
             for part in self.classes:
                 kept |= (labels >= part.start) & (labels < part.stop)
             indices = indices[kept]
-        return indices[: self.limit]
+        return indices[: self.first]
 
 
 def read_options(address: Address, own: Collection[str] = ()) -> Options:
@@ -170,6 +172,7 @@ def _degrees(text: str) -> float:
 _READERS: dict[str, tuple[Callable[[str], object], str]] = {
     "split": (_split, "train or test"),
     "classes": (_classes, "labels such as 0-4 or 0,2,7-9"),
+    "first": (_positive, "a number of samples, at least 1"),
     "limit": (_positive, "a number of samples, at least 1"),
     "size": (_size, "pixels such as 28 or 224x320 (height x width)"),
     "channels": (_channels, "1 (grey) or 3 (colour)"),

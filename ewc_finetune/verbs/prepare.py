@@ -50,6 +50,8 @@ def prepare(
         )
     if domain.labels is not None:
         likelihood.check_targets(domain.labels, output_shape, domain.name)
+    for remark in domain.remarks:
+        progress.note(f"{domain.name}: {remark}")
     progress.note(f"{domain.name}: samples of {layout.describe()}")
     trained_on = tuple(record.input.get("shape", layout.shape))
     if trained_on != layout.shape:

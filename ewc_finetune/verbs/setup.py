@@ -115,6 +115,9 @@ def set_up(
     layout = prepare(start.model, domain, domain.likelihood(likelihood), device, known, progress, outputs)
     presented = [preprocessed(found, start.purpose, start.model, start.label) for found in scored]
     watched = [(d, prepare(start.model, d, d.likelihood(likelihood), device, known, Silent())) for d in presented]
+    for other in presented:
+        for remark in other.remarks:
+            progress.note(f"{other.name}: {remark}")
     held = of_one_head(anchors, known.head)
     growing = head_names(old) if head == "expand" else ()
     job = Setup(start, domain, layout, watched, None, _frozen(start.model, freeze), known)
