@@ -40,6 +40,10 @@ class ImageColumn(Dataset[Any]):
         labels = None if self.labels is None else self.labels[torch.as_tensor(indices, dtype=torch.long)]
         return ImageColumn([self.images[index] for index in indices], labels, self.options)
 
+    def with_options(self, options: Options) -> ImageColumn:
+        """Return the same images with other things done to each."""
+        return ImageColumn(self.images, self.labels, options)
+
     def __getitem__(self, index: int) -> Tensor | tuple[Tensor, Tensor]:
         from torchvision.transforms.v2.functional import pil_to_tensor
 

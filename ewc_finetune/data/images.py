@@ -43,6 +43,12 @@ class ImageFiles(Dataset[Any]):
         chosen.alike = self.alike
         return chosen
 
+    def with_options(self, options: Options) -> ImageFiles:
+        """Return the same images with other things done to each."""
+        found = ImageFiles(self.files, options)
+        found.alike = self.alike
+        return found
+
     def __getitem__(self, index: int) -> Tensor | tuple[Tensor, int]:
         from PIL import Image, UnidentifiedImageError
         from torchvision.transforms.v2.functional import pil_to_tensor

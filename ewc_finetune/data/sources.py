@@ -23,7 +23,8 @@ from ewc_finetune.data.hugging_face import ImageColumn, is_rows, load_hugging_fa
 from ewc_finetune.data.images import ImageFiles, load_image_folder, load_images
 from ewc_finetune.data.options import COMMON, Options, read_options
 from ewc_finetune.data.tables import load_csv, load_npz
-from ewc_finetune.data.texts import TextStream, load_generated, load_text
+from ewc_finetune.data.texts import Generated, Texts, TextStream, load_generated, load_text
+from ewc_finetune.data.transform import Transform
 from ewc_finetune.errors import DataError, UsageError
 from ewc_finetune.importing import find, value_of, working_directory_on_path
 
@@ -61,7 +62,8 @@ def load_domain(spec: str, default_split: Split, data_dir: str | Path | None = N
     split: Split = options.split or default_split
     folder = Path(data_dir or os.environ.get(ENVIRONMENT) or Path.home() / ".cache" / "ewc-finetune" / "data")
     images, labels, classes = _IN_MEMORY[kind](split, folder)
-    return _select(Domain(str(address), TensorDataset(images, labels), classes, labels, split), options)
+    domain = Domain(str(address), TensorDataset(images, labels), classes, labels, split, unit=True)
+    return _select(domain, options)
 
 
 def resolve_domain(data: object, default_split: Split, data_dir: str | Path | None = None) -> Domain:
@@ -115,6 +117,7 @@ def _call(address: Address, module: str, name: str, default_split: Split) -> Dom
 
 def _select(domain: Domain, options: Options) -> Domain:
     _check_options(domain, options)
+    domain = replace(domain, transform=_said(domain, options))
     if options.active is not None:
         domain = replace(domain, active=tuple(sorted({output for part in options.active for output in part})))
     if not domain.indexable:
@@ -137,6 +140,15 @@ def _select(domain: Domain, options: Options) -> Domain:
         moved = domain.labels + options.offset
         return replace(domain, samples=TensorDataset(images, moved), labels=moved, classes=None)
     return replace(domain, samples=TensorDataset(images, *labels))
+
+
+def _said(domain: Domain, options: Options) -> Transform:
+    """Return what is said of the images; pixels that are permuted are not resized any more, whatever the model says."""
+    said = options.transform
+    if options.permute is not None and not said.reshapes and isinstance(domain.samples, TensorDataset):
+        height, width = domain.samples.tensors[0].shape[-2:]
+        return replace(said, size=(height, width))
+    return said
 
 
 def _drawn(domain: Domain, n: int) -> Domain:
@@ -163,7 +175,9 @@ def _check_options(domain: Domain, options: Options) -> None:
     images = isinstance(samples, (ImageFiles, ImageColumn))
     if isinstance(samples, TensorDataset):
         images = samples.tensors[0].ndim == 4
+    others = isinstance(samples, (Texts, TextStream, Generated)) or (arrays and not images)
     for asked, possible, reason in (
+        (options.transform.mean is not None, not others, "its samples are no images, so they cannot be normalised"),
         (options.changes_images, images, "its samples are no images, so they cannot be resized, turned or permuted"),
         (options.offset, arrays, "offset is for arrays and images in memory"),
         (options.classes, domain.labels is not None, "its labels are not known beforehand, so none can be chosen"),

@@ -15,7 +15,6 @@ from ewc_finetune.checkpoint.opening import Opened
 from ewc_finetune.choices import Head, Lineage, PenaltyForm
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.layout import Layout
-from ewc_finetune.data.preprocessing import preprocessed
 from ewc_finetune.errors import UsageError
 from ewc_finetune.heads import find_head
 from ewc_finetune.likelihood import Likelihood
@@ -25,6 +24,7 @@ from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.stack import distinct, lineage_of, of_one_head, remarks
 from ewc_finetune.verbs.head import class_names, give_head, head_names
 from ewc_finetune.verbs.prepare import prepare
+from ewc_finetune.verbs.presenting import presented
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def set_up(
     Raises:
         EwcError: naming what does not suit.
     """
-    domain = preprocessed(domain, start.purpose, start.model, start.label)
+    domain = presented(domain, start, progress)
     old = find_head(start.model) if head != "shared" else None
     if old is not None:
         undoing.callback(start.model.set_submodule, *old)
@@ -112,10 +112,10 @@ def set_up(
     ]:
         progress.note(remark)
     known, outputs = start.record, None if old is None else find_head(start.model)[1].out_features
-    layout = prepare(start.model, domain, domain.likelihood(likelihood), device, known, progress, outputs)
-    presented = [preprocessed(found, start.purpose, start.model, start.label) for found in scored]
-    watched = [(d, prepare(start.model, d, d.likelihood(likelihood), device, known, Silent())) for d in presented]
-    for other in presented:
+    layout, _ = prepare(start.model, domain, domain.likelihood(likelihood), device, known, progress, outputs)
+    others = [presented(found, start, Silent()) for found in scored]
+    watched = [(d, prepare(start.model, d, d.likelihood(likelihood), device, known, Silent())[0]) for d in others]
+    for other in others:
         for remark in other.remarks:
             progress.note(f"{other.name}: {remark}")
     held = of_one_head(anchors, known.head)
