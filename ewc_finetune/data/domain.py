@@ -37,6 +37,8 @@ class Domain:
         split: Which split the samples are, where the data has splits.
         active: The model's outputs that count for these samples; all unless given.
         collate: Makes a batch of single samples, where they are not tensors of one shape; torch's own unless given.
+        numbering: How labels that are names came to their numbers, for people; None where they are numbers by
+            themselves.
         transform: What a data spec says is done to its images; None where they come from no spec.
         assumed: What is done to them where that says nothing; None where that is not known.
         unit: Whether they are numbers that nobody has normalised yet, as bytes are once they are 0 to 1.
@@ -50,6 +52,7 @@ class Domain:
     split: str | None = None
     active: tuple[int, ...] | None = None
     collate: Callable[[list[Any]], Any] | None = None
+    numbering: str | None = None
     transform: Transform | None = None
     assumed: Assumption | None = None
     unit: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torchvision.transforms.v2 import functional as image_ops
 
 from ewc_finetune.address import Address, suggest
 from ewc_finetune.choices import SPLITS, Split
+from ewc_finetune.data.numbering import read_names
 from ewc_finetune.data.transform import IMAGENET_MEAN, IMAGENET_STD, INTERPOLATIONS, Transform
 from ewc_finetune.errors import UsageError
 
@@ -39,6 +41,7 @@ class Options:
         text: The column of the texts.
         inputs: The array of the inputs.
         target: The column or array of the targets; several columns are joined by commas.
+        labels: Names of the model's outputs, in their order, which labels are then numbered by.
         length: How many tokens to keep of each text, or to generate.
         pack: Join the texts and cut them into samples of so many tokens.
         config: Of a dataset on the Hub.
@@ -60,6 +63,7 @@ class Options:
     text: str | None = None
     inputs: str | None = None
     target: str | None = None
+    labels: tuple[str, ...] | None = None
     length: int | None = None
     pack: int | None = None
     config: str | None = None
@@ -115,7 +119,7 @@ def read_options(address: Address, own: Collection[str] = ()) -> Options:
         reader, expected = known[key]
         try:
             values[key] = reader(text)
-        except ValueError:
+        except (ValueError, csv.Error):
             raise UsageError(f"{address}: {key}={text} is not understood; expected {expected}") from None
     said = {key: values.pop(key) for key in _OF_TRANSFORM if key in values}
     transform = Transform(**said)  # type: ignore[arg-type]
@@ -239,6 +243,7 @@ _OWN: dict[str, tuple[Callable[[str], object], str]] = {
     "text": (str, "the name of a column"),
     "inputs": (str, "the name of an array"),
     "target": (str, "the name of a column or an array"),
+    "labels": (read_names, "names in the order of the model's outputs such as cat,dog; none empty, none twice"),
     "length": (_positive, "a number of tokens, at least 1"),
     "pack": (_positive, "a number of tokens, at least 1"),
     "config": (str, "the name of a configuration"),

@@ -193,11 +193,14 @@ def _check_options(domain: Domain, options: Options) -> None:
 
 # Kinds of data that have a place behind a colon, each with its own options.
 _PLACES: dict[str, tuple[Callable[[Address, str, Split, Options], Domain], tuple[str, ...]]] = {
-    "imagefolder": (load_image_folder, ()),
+    "imagefolder": (load_image_folder, ("labels",)),
     "images": (load_images, ()),
-    "npz": (load_npz, ("inputs", "target")),
-    "csv": (load_csv, ("text", "target", "length", "pack")),
-    "hf": (load_hugging_face, ("text", "target", "length", "pack", "config", "revision", "stream")),
+    "npz": (load_npz, ("inputs", "target", "labels")),
+    "csv": (load_csv, ("text", "target", "labels", "length", "pack")),
+    "hf": (
+        load_hugging_face,
+        ("text", "target", "labels", "length", "pack", "config", "revision", "stream"),
+    ),
     "text": (load_text, ("length", "pack")),
     "generate": (load_generated, ("length", "seed")),
 }

@@ -55,6 +55,7 @@ from ewc_finetune.probe import take_probe
 from ewc_finetune.probe_file import Probe, describe
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.provenance import Provenance
+from ewc_finetune.verbs.chance import say_numbering, warn_at_chance
 from ewc_finetune.verbs.dry_run import Estimate, estimate_consolidation, first_batches
 from ewc_finetune.verbs.prepare import prepare
 from ewc_finetune.verbs.presenting import presented
@@ -188,7 +189,8 @@ def consolidate(
         domain = presented(domain, opened, progress)
         prepared = time.perf_counter() - start
         chosen = _subset(domain, limit, seed)
-        layout, _ = prepare(opened.model, domain, rule, where, opened.record, progress)
+        say_numbering(domain, opened, progress)
+        layout, outputs = prepare(opened.model, domain, rule, where, opened.record, progress)
         probes = _probes(opened.model, domain, layout, rule, probe, seed, where, progress)
         parameters = {n: p for n, p in opened.model.named_parameters() if n not in excluded}
         take_fisher = partial(
@@ -222,6 +224,9 @@ def consolidate(
                     note=progress.note,
                 )
         progress.note(found.path)
+        warn_at_chance(
+            domain, opened, layout, outputs, rule, found.scores.get("accuracy"), found.samples, progress, own=True
+        )
         fisher, storage = rounded({n: value.float().cpu() for n, value in found.values.items()}, curvature_dtype)
         blocks = {block.layer: block.stored(kfac_rank, kfac_dtype) for block in found.blocks}
         provenance = Provenance(

@@ -76,6 +76,6 @@ def _compare_classes(model: Sequence[str], data: Sequence[str], name: str, progr
         raise DataError(
             f"{name}: the class {data[first]!r} is number {first} here and {model.index(data[first])} in the model, so "
             "its labels would be taken for another class's. Give the data the model's classes, in their order: "
-            f"{', '.join(model)} (a class without samples may be an empty folder)"
+            f"labels={','.join(model)}"
         )
     progress.note(f"{name}: its classes are not called what the model's are ({data[first]!r} for {model[first]!r})")

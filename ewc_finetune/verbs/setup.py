@@ -22,6 +22,7 @@ from ewc_finetune.patterns import matching
 from ewc_finetune.penalty import Penalty
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.stack import distinct, lineage_of, of_one_head, remarks
+from ewc_finetune.verbs.chance import say_numbering
 from ewc_finetune.verbs.head import class_names, give_head, head_names
 from ewc_finetune.verbs.prepare import prepare
 from ewc_finetune.verbs.presenting import presented
@@ -111,6 +112,8 @@ def set_up(
         *remarks(anchors, lineage, ("the model", start.record.head)),
     ]:
         progress.note(remark)
+    if head != "new":
+        say_numbering(domain, start, progress)
     known, outputs = start.record, None if old is None else find_head(start.model)[1].out_features
     layout, _ = prepare(start.model, domain, domain.likelihood(likelihood), device, known, progress, outputs)
     others = [presented(found, start, Silent()) for found in scored]
