@@ -196,6 +196,7 @@ def _is_input(value: Any) -> bool:
         and isinstance(value.get("shape", []), list)
         and all(map(_is_count, value.get("shape", [])))
         and is_transform(value)
+        and isinstance(value.get("raw", True), bool)
     )
 
 

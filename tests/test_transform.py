@@ -167,6 +167,21 @@ def test_an_anchor_keeps_what_was_said_and_later_data_are_presented_so(photos, t
     )
 
 
+def test_domains_that_are_scored_are_presented_as_the_new_one_where_nothing_else_is_known():
+    said = "digits?mean=0.5&std=0.5"
+    plain, alike = (
+        ewc.finetune("cnn", said, eval_on=[other], epochs=1, seed=1).after[0].loss for other in ("digits", said)
+    )
+    assert plain == alike
+
+
+def test_an_anchor_of_other_numbers_is_remarked_on():
+    model, notes = CNN(1, 8), Notes()
+    anchor = ewc.consolidate(model, "digits?first=40")
+    ewc.finetune(model, "digits?first=40&mean=0.5&std=0.5", anchors=anchor, epochs=0, eval_on=[], progress=notes)
+    assert notes.about("was made with images from 0 to 1, and here they are normalised by mean 0.5 and std 0.5")
+
+
 def test_data_in_memory_is_resized_as_the_record_says_unless_it_is_so_already(tmp_path):
     model = CNN(1, 12)
     anchor = ewc.consolidate(model, "digits?size=12&first=40&mean=0.5&std=0.5")
@@ -325,6 +340,7 @@ def test_a_checkpoint_of_which_nothing_is_known_says_that_images_go_in_from_0_to
         {"crop": [3]},
         {"size": [True, 3]},
         {"interpolation": "magic"},
+        {"mean": [float("nan")], "std": [1]},
     ],
 )
 def test_files_that_say_what_cannot_be_are_refused(wrong, tmp_path):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch.utils.data import TensorDataset
 
+from ewc_finetune.anchor import Anchor
 from ewc_finetune.checkpoint.opening import Opened
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.hugging_face import ImageColumn
@@ -56,7 +59,8 @@ def _reshaped(domain: Domain, assumption: Assumption, progress: Progress) -> Dom
         and tuple(samples.tensors[0].shape[-2:]) != assumption.shape
     ):
         images, *labels = samples.tensors
-        domain = replace(domain, samples=TensorDataset(known.reshape(images), *labels))
+        images = torch.cat([known.reshape(part) for part in torch.split(images, 4096)])
+        domain = replace(domain, samples=TensorDataset(images, *labels))
     else:
         return domain
     why = "as the model's own were" if assumption.source == "record" else f"as {_weights(assumption)} were trained"
@@ -95,6 +99,19 @@ def say_numbers(domain: Domain, layout: Layout, progress: Progress) -> None:
             f"{domain.name}: images go in from 0 to 1, for nothing says what the model was trained on. If they were "
             "normalised then, say so behind the data's question mark: mean=imagenet&std=imagenet, or the numbers"
         )
+
+
+def say_anchors(anchors: Sequence[Anchor], layout: Layout, progress: Progress) -> None:
+    """Say which anchors are of images with other numbers than those that go in now: of another function, that is."""
+    for anchor in anchors:
+        theirs = anchor.provenance.input
+        before, now = Transform.read(theirs).describe_numbers(), layout.transform.describe_numbers()
+        raw = theirs.get("raw", True) and layout.raw
+        if raw and len(theirs.get("shape", [])) == len(layout.shape) == 3 and before != now:
+            progress.note(
+                f"{anchor.label} was made with images {before or 'from 0 to 1'}, and here they are "
+                f"{now or 'from 0 to 1'}: its curvature is of another function of them"
+            )
 
 
 def _weights(assumption: Assumption) -> str:

@@ -25,7 +25,7 @@ from ewc_finetune.stack import distinct, lineage_of, of_one_head, remarks
 from ewc_finetune.verbs.chance import say_numbering
 from ewc_finetune.verbs.head import class_names, give_head, head_names
 from ewc_finetune.verbs.prepare import prepare
-from ewc_finetune.verbs.presenting import presented
+from ewc_finetune.verbs.presenting import presented, say_anchors
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,10 @@ def set_up(
         say_numbering(domain, start, progress)
     known, outputs = start.record, None if old is None else find_head(start.model)[1].out_features
     layout, _ = prepare(start.model, domain, domain.likelihood(likelihood), device, known, progress, outputs)
-    others = [presented(found, start, Silent()) for found in scored]
+    say_anchors(anchors, layout, progress)
+    # Where nothing is known of the model, all its data are as the new domain says.
+    alike = start if known.input else replace(start, record=replace(known, input=layout.to_json()))
+    others = [presented(found, alike, Silent()) for found in scored]
     watched = [(d, prepare(start.model, d, d.likelihood(likelihood), device, known, Silent())[0]) for d in others]
     for other in others:
         for remark in other.remarks:
