@@ -15,7 +15,7 @@ from ewc_finetune.data.hugging_face import ImageColumn
 from ewc_finetune.data.images import ImageFiles
 from ewc_finetune.data.layout import Layout
 from ewc_finetune.data.preprocessing import preprocessed
-from ewc_finetune.data.transform import Assumption
+from ewc_finetune.data.transform import Assumption, Transform
 from ewc_finetune.errors import UsageError
 from ewc_finetune.progress import Progress
 
