@@ -656,6 +656,15 @@ def test_some_of_the_samples(tmp_path):
     assert found.provenance.samples == 3
 
 
+def test_a_models_own_image_processor_comes_before_what_data_say(tmp_path):
+    folder, data = saved(vit(), tmp_path / "v"), str(pictures(tmp_path / "p"))
+    sign = "&" if "?" in data else "?"
+    with pytest.raises(UsageError, match=r"the image processor of .* says how images are normalised"):
+        ewc.evaluate(folder, f"{data}{sign}mean=0.5&std=0.5")
+    anchor = ewc.consolidate(folder, data, curvature="identity")
+    assert not {"mean", "std", "resize", "crop"} & anchor.provenance.input.keys()
+
+
 def test_texts_of_any_length(tmp_path):
     """An empty one, of which there is nothing to predict."""
     (tmp_path / "t.csv").write_text('text,label\n"",0\nw1 w2 w3,1\n')
