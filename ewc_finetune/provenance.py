@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from ewc_finetune.choices import CURVATURE_DTYPES, CURVATURES, KNOWN_ESTIMATORS, LIKELIHOODS
+from ewc_finetune.data.transform import is_transform
 from ewc_finetune.errors import AnchorError
 
 
@@ -194,6 +195,8 @@ def _is_input(value: Any) -> bool:
         isinstance(value, dict)
         and isinstance(value.get("shape", []), list)
         and all(map(_is_count, value.get("shape", [])))
+        and is_transform(value)
+        and isinstance(value.get("raw", True), bool)
     )
 
 
@@ -208,6 +211,8 @@ def _is_layout(value: Any) -> bool:
         and _is_shape(value.get("shape"))
         and isinstance(value.get("flat"), bool)
         and isinstance(value.get("bytes_to_unit"), bool)
+        and is_transform(value)
+        and isinstance(value.get("raw", True), bool)
         and (names is None or (isinstance(names, dict) and all(map(_is_shape, names.values()))))
     )
 
@@ -298,7 +303,7 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "normalisation": (lambda v: isinstance(v, dict) and _is_texts(v.get("layers", [])), "an object with layers"),
     "lineage": (_is_lineage, "a list of objects"),
     "scores": (_is_dict_of(_is_number), "an object of numbers"),
-    "input": (_is_input, "an object with a shape"),
+    "input": (_is_input, "an object with a shape, and perhaps what is done to images (size, crop, mean, std)"),
     "classes": (lambda v: v is None or _is_texts(v), "a list of names"),
     "probes": (
         _is_probes,

@@ -37,7 +37,42 @@ def test_options_apply_in_order():
     assert torch.equal(permuted.flatten(1).sort().values, plain.flatten(1).sort().values)
     assert torch.equal(permuted, tensors("digits?permute=3&limit=30")[0])
     assert not torch.equal(permuted, tensors("digits?limit=30&permute=4")[0])
-    assert torch.equal(tensors("digits?limit=5&permute=3", "test")[0], tensors("digits?permute=3", "test")[0][:5])
+    assert torch.equal(tensors("digits?first=5&permute=3", "test")[0], tensors("digits?permute=3", "test")[0][:5])
+
+
+def test_a_limit_is_an_even_draw_over_the_classes(tmp_path):
+    for c, count in enumerate((40, 3, 40)):  # as folders have them: one class after the other
+        (tmp_path / str(c)).mkdir()
+        for i in range(count):
+            Image.new("L", (2, 2), i).save(tmp_path / str(c) / f"{i:02}.png")
+    folder = f"imagefolder:{tmp_path}"
+    assert torch.bincount(load_domain(f"{folder}?limit=6", "train").labels).tolist() == [2, 2, 2]
+    drawn = load_domain(f"{folder}?limit=20", "train")
+    assert sorted(torch.bincount(drawn.labels).tolist()) == [3, 8, 9]  # a class with too few gives what it has
+    assert drawn.samples.files == load_domain(f"{folder}?limit=20", "train").samples.files
+    assert drawn.samples.files == sorted(drawn.samples.files)
+    assert set(load_domain(f"{folder}?limit=6", "train").samples.files) < set(drawn.samples.files)
+    assert drawn.samples.files != load_domain(f"{folder}?first=20", "train").samples.files
+    assert load_domain(f"{folder}?first=20", "train").labels.tolist() == [0] * 20
+    assert drawn.remarks == (
+        "limit=20 draws 20 of 83 samples evenly from 3 classes, always the same; first=20 takes the first",
+    )
+    assert "of which 1 get none" in load_domain(f"{folder}?limit=2", "train").remarks[0]
+    assert load_domain(f"{folder}?limit=83", "train").remarks == ()
+    assert load_domain(f"{folder}?first=43&limit=6", "train").labels.tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_limit_means_the_same_for_data_in_memory_and_without_classes(tmp_path):
+    assert torch.bincount(tensors("digits?limit=50")[1]).tolist() == [5] * 10
+    assert torch.bincount(tensors("digits?classes=3-4&limit=50")[1]).tolist() == [0, 0, 0, 25, 25]
+    np.savez(tmp_path / "a.npz", x=np.arange(40.0)[:, None], y=np.arange(40.0))
+    for spec in (f"npz:{tmp_path / 'a.npz'}?limit=5", f"npz:{tmp_path / 'a.npz'}?limit=5&inputs=y&target=x"):
+        domain = load_domain(spec, "train")
+        values = domain.samples.tensors[0].flatten().tolist()
+        assert len(set(values)) == 5
+        assert values == sorted(values)
+        assert values != [0, 1, 2, 3, 4]
+        assert domain.remarks == ("limit=5 draws 5 of 40 samples at random, always the same; first=5 takes the first",)
 
 
 def test_rotation_is_counterclockwise():
@@ -302,7 +337,7 @@ def test_a_folder_of_images_without_classes(tmp_path):
 def test_arrays(tmp_path):
     path = tmp_path / "a.npz"
     np.savez(path, x=np.arange(12.0).reshape(6, 2), y=np.array([0, 1, 2, 0, 1, 2]))
-    domain = load_domain(f"npz:{path}?classes=1-2&limit=3", "train")
+    domain = load_domain(f"npz:{path}?classes=1-2&first=3", "train")
     inputs, labels = next(iter(domain.batches(10)))
     assert inputs.tolist() == [[2, 3], [4, 5], [8, 9]]
     assert (inputs.dtype, labels.tolist(), domain.split) == (torch.float32, [1, 2, 1], None)
@@ -340,7 +375,7 @@ def test_tables(tmp_path):
     assert inputs.tolist() == [[1, 2.5], [3, 4], [-1, 0]]
     assert (labels.tolist(), domain.classes) == ([0, 1, 0], ("cat", "dog"))
     path.write_text("a,b\n1,2.5\n3,4\n-1,0\n")
-    inputs, labels = next(iter(load_domain(f"csv:{path}?target=b&limit=2", "train").subset([1]).batches(1)))
+    inputs, labels = next(iter(load_domain(f"csv:{path}?target=b&first=2", "train").subset([1]).batches(1)))
     assert labels.tolist() == [4.0]
     for content, message in (
         ("a,b,label\n1,x,2\n", "b, sample 1: 'x' is not a number"),
@@ -366,6 +401,10 @@ def made(count=5, split="train", scale=1.0):
     return TensorDataset(torch.arange(size)[:, None] * scale, torch.arange(size))
 
 
+def made_by_itself(limit=3, mean=0.0):
+    return TensorDataset(torch.full((9, 2), mean), torch.arange(9) % limit)
+
+
 def made_without_splits():
     return [(torch.ones(2, 3), torch.tensor([0, 1]))]
 
@@ -375,10 +414,12 @@ def fails():
 
 
 def test_functions():
-    domain = load_domain("test_data:made?count=7&scale=0.5&limit=6", "train")
-    assert (domain.name, domain.size, domain.split) == ("test_data:made?count=7&scale=0.5&limit=6", 6, "train")
+    domain = load_domain("test_data:made?count=7&scale=0.5&first=6", "train")
+    assert (domain.name, domain.size, domain.split) == ("test_data:made?count=7&scale=0.5&first=6", 6, "train")
     assert next(iter(domain.batches(6)))[0][:, 0].tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
     assert load_domain("test_data:made", "test").size == 2
+    own = load_domain("test_data:made_by_itself?limit=2&mean=0.5&first=4", "train")  # what it names is its own
+    assert (own.labels.tolist(), own.samples.tensors[0].unique().tolist()) == ([0, 1, 0, 1], [0.5])
     assert load_domain("test_data:made_without_splits", "test").split is None
     with pytest.raises(UsageError, match="takes no argument split"):
         load_domain("test_data:made_without_splits?split=test", "train")

@@ -520,6 +520,7 @@ def test_streams_are_read_as_they_come(tmp_path):
     assert whole.provenance.data["fingerprint"] == streamed.provenance.data["fingerprint"]
     for name, value in whole.fisher.items():
         torch.testing.assert_close(streamed.fisher[name], value)
+    assert load_domain(f"{data}?stream=1&limit=7", "train").remarks == ("limit=7 takes the first 7 of a stream",)
     done = ewc.finetune(folder, f"{data}?stream=1&limit=7", epochs=2, batch_size=4, eval_on=[f"{data}?stream=1"])
     assert done.steps == 4
     assert done.after[0].samples == 12
@@ -647,12 +648,21 @@ def test_what_generates_is_the_model_alone(tmp_path):
 def test_some_of_the_samples(tmp_path):
     folder = saved(bert(), tmp_path / "m")
     data = reviews(tmp_path / "r.jsonl", labels=(0, 1, 2))
-    _, labels = batch_of(f"{data}?classes=1-2&limit=5", bert, folder, 9)
+    _, labels = batch_of(f"{data}?classes=1-2&first=5", bert, folder, 9)
     assert labels.tolist() == [1, 2, 1, 2, 1]
     pixels, _ = batch_of(f"{pictures(tmp_path / 'p')}?limit=2", vit, saved(vit(), tmp_path / "v"), 9)
     assert pixels.shape == (2, 3, 16, 16)
     found = ewc.consolidate(saved(llama(), tmp_path / "l"), f"{corpus(tmp_path / 'c.txt')}?limit=3")
     assert found.provenance.samples == 3
+
+
+def test_a_models_own_image_processor_comes_before_what_data_say(tmp_path):
+    folder, data = saved(vit(), tmp_path / "v"), str(pictures(tmp_path / "p"))
+    sign = "&" if "?" in data else "?"
+    with pytest.raises(UsageError, match=r"the image processor of .* says how images are normalised"):
+        ewc.evaluate(folder, f"{data}{sign}mean=0.5&std=0.5")
+    anchor = ewc.consolidate(folder, data, curvature="identity")
+    assert not {"mean", "std", "resize", "crop"} & anchor.provenance.input.keys()
 
 
 def test_texts_of_any_length(tmp_path):

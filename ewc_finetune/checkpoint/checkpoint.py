@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ewc_finetune.data.transform import is_transform
 from ewc_finetune.errors import CheckpointError, UsageError
 from ewc_finetune.files import atomic_write
 from ewc_finetune.provenance import is_head
@@ -79,7 +80,7 @@ class Record:
 
 _FIELDS: dict[str, Callable[[Any], bool]] = {
     "architecture": lambda v: v is None or isinstance(v, str),
-    "input": lambda v: isinstance(v, dict) and isinstance(v.get("shape", []), list),
+    "input": lambda v: isinstance(v, dict) and isinstance(v.get("shape", []), list) and is_transform(v),
     "classes": lambda v: v is None or isinstance(v, list),
     "lineage": lambda v: isinstance(v, list) and all(isinstance(entry, dict) for entry in v),
     "frozen": lambda v: isinstance(v, list),

@@ -27,8 +27,10 @@ from ewc_finetune.checkpoint.sharded import Sharded
 from ewc_finetune.checkpoint.state_dict import StateDict, find_state
 from ewc_finetune.checkpoint.stored_tensors import check_archive
 from ewc_finetune.checkpoint.torchscript import TorchScript
+from ewc_finetune.checkpoint.torchvision_weights import transform_of_weights
 from ewc_finetune.checkpoint.weights import Weights
 from ewc_finetune.choices import LikelihoodName
+from ewc_finetune.data.transform import Assumption, Transform
 from ewc_finetune.devices import random_state_kept
 from ewc_finetune.errors import CheckpointError
 from ewc_finetune.files import sha256
@@ -59,12 +61,14 @@ class Opened:
         label: What to call it in messages.
         record: What is known of it, its architecture included where that is known.
         checkpoint: Where it comes from, and the way back; None for a module, and for fresh weights.
+        fresh: Whether its weights are, so that it was trained on nothing yet.
     """
 
     model: nn.Module
     label: str
     record: Record
     checkpoint: Checkpoint | None = None
+    fresh: bool = False
 
     @property
     def sha256(self) -> str | None:
@@ -87,6 +91,21 @@ class Opened:
     def purpose(self) -> Purpose | None:
         """What the model is for, where its checkpoint says, or transformers, for a module of its own."""
         return purpose_of(self.model) if self.checkpoint is None else self.checkpoint.purpose
+
+    @property
+    def assumption(self) -> Assumption | None:
+        """What is done to images unless their data says otherwise; None for fresh weights, which take what comes."""
+        known = self.record.input
+        if known:
+            shape = tuple(known.get("shape", ()))[1:]
+            return Assumption(Transform.read(known), "record", shape if len(shape) == 2 else None)
+        if self.fresh:
+            return None
+        if self.checkpoint is not None and self.record.architecture and not isinstance(self.checkpoint, FromAnchor):
+            name, found = transform_of_weights(self.record.architecture)
+            if found is not None:
+                return Assumption(found, "weights", whose=name)
+        return Assumption(Transform(), "nobody")
 
     @property
     def versions(self) -> Mapping[str, str]:
@@ -137,7 +156,7 @@ def open_fresh(architecture: str, sample_shape: tuple[int, ...], num_classes: in
     """
     text = complete(architecture, sample_shape, num_classes)
     with random_state_kept(torch.device("cpu"), seed):
-        return Opened(build(text, trusted=True), text, Record(architecture=text))
+        return Opened(build(text, trusted=True), text, Record(architecture=text), fresh=True)
 
 
 def load_checkpoint(path: str | Path, *, trust_code: bool = False) -> Checkpoint:

@@ -41,8 +41,10 @@ def main() -> None:
 
     DATA is mnist, fmnist, kmnist, cifar10, digits, imagefolder:PATH, images:PATH, npz:FILE, csv:FILE, hf:DATASET,
     text:FILE, generate:N or package.module:function, with options behind a question mark: split=train|test,
-    classes=0-4, limit=N, size=PIXELS, channels=1|3, rotate=DEGREES, permute=SEED, offset=N, active=0-4; of tables and
-    datasets text=COLUMN, target=COLUMN; of texts length=TOKENS, pack=TOKENS; joined by &.
+    classes=0-4, limit=N, first=N, channels=1|3, rotate=DEGREES, permute=SEED, offset=N, active=0-4; of images
+    size=PIXELS or resize=PIXELS&crop=PIXELS, mean=imagenet&std=imagenet (or numbers); of tables and datasets
+    text=COLUMN, target=COLUMN, labels=A,B,C (the order of the model's outputs); of texts length=TOKENS, pack=TOKENS;
+    joined by &.
     """  # noqa: D301 - click reads the \b
 
 

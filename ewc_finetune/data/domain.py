@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from ewc_finetune.active import Active
+from ewc_finetune.data.transform import Assumption, Transform
 from ewc_finetune.errors import DataError
 from ewc_finetune.inputs import Inputs, count, is_inputs, take
 from ewc_finetune.likelihood import Likelihood
@@ -36,6 +37,12 @@ class Domain:
         split: Which split the samples are, where the data has splits.
         active: The model's outputs that count for these samples; all unless given.
         collate: Makes a batch of single samples, where they are not tensors of one shape; torch's own unless given.
+        numbering: How labels that are names came to their numbers, for people; None where they are numbers by
+            themselves.
+        transform: What a data spec says is done to its images; None where they come from no spec.
+        assumed: What is done to them where that says nothing; None where that is not known.
+        unit: Whether they are numbers that nobody has normalised yet, as bytes are once they are 0 to 1.
+        remarks: What a reader should know of how the samples were chosen.
     """
 
     name: str
@@ -45,6 +52,11 @@ class Domain:
     split: str | None = None
     active: tuple[int, ...] | None = None
     collate: Callable[[list[Any]], Any] | None = None
+    numbering: str | None = None
+    transform: Transform | None = None
+    assumed: Assumption | None = None
+    unit: bool = False
+    remarks: tuple[str, ...] = ()
 
     @property
     def indexable(self) -> bool:
@@ -56,6 +68,10 @@ class Domain:
         """The number of samples, or None where it is not known before they have been read."""
         counted = self.samples.dataset if isinstance(self.samples, DataLoader) else self.samples
         return len(cast("Sized", counted)) if _is_map_style(counted) else None
+
+    def is_raw(self, samples: Tensor) -> bool:
+        """Whether some of the samples are images as they come; others are somebody's inputs already."""
+        return samples.ndim == 4 and (samples.dtype == torch.uint8 or (self.unit and samples.is_floating_point()))
 
     def likelihood(self, likelihood: Likelihood) -> Likelihood:
         """Return the likelihood of these samples' labels: of the active outputs, where not all are."""

@@ -13,8 +13,9 @@ from torch.utils.data import Dataset
 from ewc_finetune.address import Address
 from ewc_finetune.choices import Split
 from ewc_finetune.data.domain import Domain
+from ewc_finetune.data.numbering import BY_DATASET
 from ewc_finetune.data.options import Options
-from ewc_finetune.data.tables import TEXTS, check_column, labels_of, target_columns
+from ewc_finetune.data.tables import TEXTS, check_column, labels_of, numbering_of, target_columns
 from ewc_finetune.data.texts import Texts, TextStream
 from ewc_finetune.errors import DataError, UsageError
 
@@ -39,6 +40,10 @@ class ImageColumn(Dataset[Any]):
         """Return some of them, in this order."""
         labels = None if self.labels is None else self.labels[torch.as_tensor(indices, dtype=torch.long)]
         return ImageColumn([self.images[index] for index in indices], labels, self.options)
+
+    def with_options(self, options: Options) -> ImageColumn:
+        """Return the same images with other things done to each."""
+        return ImageColumn(self.images, self.labels, options)
 
     def __getitem__(self, index: int) -> Tensor | tuple[Tensor, Tensor]:
         from torchvision.transforms.v2.functional import pil_to_tensor
@@ -88,16 +93,31 @@ def of_rows(rows: Any, name: str, options: Options, split: Split | None = None) 
     if not hasattr(rows, "__len__"):
         if text is None or len(targets) > 1:
             raise UsageError(f"{name}: a stream is of texts, with one target at most; name the column with text=")
-        found = TextStream(rows, text, targets[0] if targets else None, options.limit, options.length)
+        if options.labels is not None:
+            raise UsageError(f"{name}: the labels of a stream are not known beforehand; leave stream=1 or labels= out")
+        found = TextStream(rows, text, targets[0] if targets else None, length=options.length)
         return Domain(name, found, classes, split=split)
-    labels, names = labels_of([rows[column] for column in targets], f"{name}: {', '.join(targets)}")
-    classes = classes or names
+    columns_of_targets = [rows[column] for column in targets]
+    if options.labels is not None and classes is not None:
+        columns_of_targets = [_by_name(columns_of_targets[0], classes, f"{name}: {targets[0]}")]
+    labels, names = labels_of(columns_of_targets, f"{name}: {', '.join(targets)}", options.labels)
+    numbering = BY_DATASET if names is None and classes is not None else numbering_of(names, options)
+    classes = names or classes
     if text is not None:
-        return Domain(name, Texts(rows[text], labels, options.length, options.pack), classes, labels, split)
+        texts = Texts(rows[text], labels, options.length, options.pack)
+        return Domain(name, texts, classes, labels, split, numbering=numbering)
     image = next((column for column in _IMAGES if column in columns), None)
     if image is None:
         raise UsageError(f"{name}: which column has the texts? Name it with text=COLUMN. It has {', '.join(columns)}")
-    return Domain(name, ImageColumn(rows[image], labels, options), classes, labels, split)
+    return Domain(name, ImageColumn(rows[image], labels, options), classes, labels, split, numbering=numbering)
+
+
+def _by_name(labels: Sequence[Any], classes: Sequence[str], where: str) -> list[str]:
+    """Return the names of a dataset's class numbers."""
+    wrong = [value for value in labels if value is None or not 0 <= value < len(classes)]
+    if wrong:
+        raise DataError(f"{where}: {wrong[0]} is the number of no class of the {len(classes)} that it names")
+    return [classes[value] for value in labels]
 
 
 def _load(address: Address, place: str, options: Options) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from ewc_finetune.address import Address
 from ewc_finetune.choices import SPLITS, Split
 from ewc_finetune.data.domain import Domain
+from ewc_finetune.data.numbering import AS_LISTED, BY_NAME, check_names
 from ewc_finetune.data.options import Options
 from ewc_finetune.errors import DataError, UsageError
 
@@ -43,6 +44,12 @@ class ImageFiles(Dataset[Any]):
         chosen.alike = self.alike
         return chosen
 
+    def with_options(self, options: Options) -> ImageFiles:
+        """Return the same images with other things done to each."""
+        found = ImageFiles(self.files, options)
+        found.alike = self.alike
+        return found
+
     def __getitem__(self, index: int) -> Tensor | tuple[Tensor, int]:
         from PIL import Image, UnidentifiedImageError
         from torchvision.transforms.v2.functional import pil_to_tensor
@@ -66,7 +73,8 @@ class ImageFiles(Dataset[Any]):
 def load_image_folder(address: Address, place: str, split: Split, options: Options) -> Domain:
     """A folder with a folder of images for each class, by itself or under `train/` and `test/`.
 
-    Classes are numbered over both splits together, so that a class that one of them lacks moves no other.
+    Classes are numbered as `labels` says, else over both splits together, so that a class that one of them lacks moves
+    no other.
     """
     from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
@@ -78,12 +86,22 @@ def load_image_folder(address: Address, place: str, split: Split, options: Optio
     if folder is None:
         raise DataError(f"{address}: there is no folder {root / split} with a folder for each class")
     classes = sorted({name for part in (splits.values() or [root]) for name in _folders_in(part)})
+    if options.labels is not None:
+        check_names(classes, options.labels, str(address))
+        classes = list(options.labels)
     numbers = {name: number for number, name in enumerate(classes)}
     files = make_dataset(str(folder), numbers, extensions=IMG_EXTENSIONS, allow_empty=True) if classes else []
     if not files:
         raise DataError(f"{folder} holds no images. Expected a folder for each class, with images in it")
     labels = torch.tensor([label for _, label in files], dtype=torch.long)
-    return Domain(str(address), ImageFiles(files, options), tuple(classes), labels, split if len(splits) == 2 else None)
+    return Domain(
+        str(address),
+        ImageFiles(files, options),
+        tuple(classes),
+        labels,
+        split if len(splits) == 2 else None,
+        numbering=BY_NAME if options.labels is None else AS_LISTED,
+    )
 
 
 def load_images(address: Address, place: str, split: Split, options: Options) -> Domain:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ewc_finetune.data.domain import Batch, Domain
+from ewc_finetune.data.transform import Transform
 from ewc_finetune.devices import random_state_kept
 from ewc_finetune.errors import ArchitectureError, DataError
 from ewc_finetune.inputs import Inputs, call, each
@@ -26,18 +27,25 @@ class Layout:
         flat: Whether a sample is flattened to a vector.
         bytes_to_unit: Whether samples are bytes, 0 to 255, that become 0 to 1.
         names: Where a sample is a dictionary of tensors: the shape of each.
+        transform: What is done to images as they come; what it says of their size is done before they are samples.
+        raw: Whether samples are such images; others, which are somebody's inputs already, are not normalised again.
     """
 
     shape: tuple[int, ...]
     flat: bool
     bytes_to_unit: bool
     names: dict[str, tuple[int, ...]] | None = None
+    transform: Transform = field(default_factory=Transform)
+    raw: bool = True
 
     def present(self, samples: Inputs, dtype: torch.dtype) -> Inputs:
         """Turn a batch of samples into inputs of the model, floating-point ones in `dtype`."""
         if not isinstance(samples, Tensor):
             return each(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, samples)
-        if self.bytes_to_unit:
+        if self.raw and self.transform.mean is not None:
+            samples = samples.to(torch.promote_types(dtype, torch.float32))
+            samples = self.transform.normalise(samples / 255 if self.bytes_to_unit else samples).to(dtype)
+        elif self.bytes_to_unit:
             samples = samples.to(dtype) / 255
         elif samples.is_floating_point():
             samples = samples.to(dtype)
@@ -50,18 +58,18 @@ class Layout:
         parts = [" x ".join(map(str, self.shape)) or "single numbers"]
         if self.bytes_to_unit:
             parts.append("scaled from 0..255 to 0..1")
+        if self.raw:
+            parts.append(self.transform.describe_numbers())
         if self.flat:
             parts.append(f"flattened to {math.prod(self.shape)} values")
-        return ", ".join(parts)
+        return ", ".join(filter(None, parts))
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON has them."""
-        document = {**asdict(self), "shape": list(self.shape)}
-        if self.names is None:
-            del document["names"]
-        else:
+        document = {"shape": list(self.shape), "flat": self.flat, "bytes_to_unit": self.bytes_to_unit}
+        if self.names is not None:
             document["names"] = {name: list(shape) for name, shape in self.names.items()}
-        return document
+        return document | self.transform.to_json() | ({} if self.raw else {"raw": False})
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Layout:
@@ -72,6 +80,8 @@ class Layout:
             flat=document["flat"],
             bytes_to_unit=document["bytes_to_unit"],
             names=None if names is None else {name: tuple(shape) for name, shape in names.items()},
+            transform=Transform.read(document),
+            raw=document.get("raw", True),
         )
 
 
@@ -102,7 +112,9 @@ def find_layout(
     refusals = []
     if isinstance(sample, Tensor):
         shape, as_bytes = tuple(sample.shape[1:]), sample.dtype == torch.uint8
-        layouts = [Layout(shape, flat, as_bytes) for flat in ((False, True) if len(shape) > 1 else (False,))]
+        transform, raw = _transform_of(domain, sample)
+        ways = (False, True) if len(shape) > 1 else (False,)
+        layouts = [Layout(shape, flat, as_bytes, transform=transform, raw=raw) for flat in ways]
     else:
         shape = ()
         layouts = [Layout((), False, False, {key: tuple(tensor.shape[1:]) for key, tensor in sample.items()})]
@@ -129,6 +141,33 @@ def find_layout(
     image = isinstance(sample, Tensor) and sample.ndim == 4
     hint = ". To convert images, add channels=1|3 or size=PIXELS behind the data's question mark" if image else ""
     raise DataError(f"{name}: a sample of {described} does not go into the model ({'; '.join(refusals)}){hint}")
+
+
+def _transform_of(domain: Domain, sample: Tensor) -> tuple[Transform, bool]:
+    """Return what is done to a domain's images, and whether that is what a sample is.
+
+    Raises:
+        DataError: if the data says what cannot be done to it.
+    """
+    said = domain.transform or Transform()
+    if said.mean is not None:
+        channels = sample.shape[1] if sample.ndim == 4 else None
+        if channels is None or not (sample.dtype == torch.uint8 or sample.is_floating_point()):
+            raise DataError(
+                f"{domain.name}: mean and std are of images, and a sample is {sample.dtype} of shape "
+                f"{_show(tuple(sample.shape[1:]))}; expected channels x height x width, bytes or floats"
+            )
+        if len(said.mean) not in (1, channels) or len(said.std or ()) not in (1, channels):
+            raise DataError(
+                f"{domain.name}: mean and std have three numbers, and its images {channels} channels. Say one number, "
+                "or add channels=3"
+            )
+    known = Transform() if domain.assumed is None else domain.assumed.transform
+    raw = domain.is_raw(sample)
+    if raw and known.mean is not None and len(known.mean) not in (1, sample.shape[1]):
+        known = replace(known, mean=None, std=None)
+    transform = said.completed(known).effective()
+    return transform, raw or said.mean is not None or transform.mean is None
 
 
 def _refuse_batch_statistics(model: nn.Module, error: Exception) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torchvision.transforms.v2 import functional as image_ops
 
 from ewc_finetune.address import Address, suggest
 from ewc_finetune.choices import SPLITS, Split
+from ewc_finetune.data.numbering import read_names
+from ewc_finetune.data.transform import IMAGENET_MEAN, IMAGENET_STD, INTERPOLATIONS, Transform
 from ewc_finetune.errors import UsageError
 
 # More classes than this are a slip of the finger.
@@ -26,8 +29,10 @@ class Options:
     Attributes:
         split: `train` or `test`; None where the spec doesn't say.
         classes: Labels to keep; all unless given.
-        limit: Keep the first so many, after `classes`.
-        size: Resize images to (height, width).
+        first: Keep the first so many, after `classes`.
+        limit: Keep a draw of so many, after `first`: an even one, where samples have classes (`draw_evenly`).
+        transform: What is said of images' size and numbers, each by an option of its own: `size`, `resize`, `crop`,
+            `interpolation`, `mean`, `std`.
         channels: 1 for grey, 3 for colour.
         rotate: Turn images by so many degrees, counterclockwise.
         permute: Shuffle the pixels of every image alike, by this seed.
@@ -36,6 +41,7 @@ class Options:
         text: The column of the texts.
         inputs: The array of the inputs.
         target: The column or array of the targets; several columns are joined by commas.
+        labels: Names of the model's outputs, in their order, which labels are then numbered by.
         length: How many tokens to keep of each text, or to generate.
         pack: Join the texts and cut them into samples of so many tokens.
         config: Of a dataset on the Hub.
@@ -46,8 +52,9 @@ class Options:
 
     split: Split | None = None
     classes: tuple[range, ...] | None = None
+    first: int | None = None
     limit: int | None = None
-    size: tuple[int, int] | None = None
+    transform: Transform = field(default_factory=Transform)
     channels: int | None = None
     rotate: float | None = None
     permute: int | None = None
@@ -56,6 +63,7 @@ class Options:
     text: str | None = None
     inputs: str | None = None
     target: str | None = None
+    labels: tuple[str, ...] | None = None
     length: int | None = None
     pack: int | None = None
     config: str | None = None
@@ -66,12 +74,12 @@ class Options:
     @property
     def changes_images(self) -> bool:
         """Whether `apply` does anything."""
-        return any(option is not None for option in (self.size, self.channels, self.rotate, self.permute))
+        others = (self.channels, self.rotate, self.permute)
+        return self.transform.reshapes or any(option is not None for option in others)
 
     def apply(self, images: Tensor) -> Tensor:
-        """Resize, recolour, rotate and permute images of shape `(..., channels, height, width)`, in this order."""
-        if self.size is not None:
-            images = image_ops.resize(images, list(self.size), antialias=True)
+        """Resize, crop, recolour, rotate and permute images `(..., channels, height, width)`, in this order."""
+        images = self.transform.reshape(images)
         if self.channels is not None and images.shape[-3] != self.channels:
             images = image_ops.rgb_to_grayscale(images) if self.channels == 1 else image_ops.grayscale_to_rgb(images)
         if self.rotate is not None:
@@ -83,14 +91,14 @@ class Options:
         return images
 
     def keep(self, samples: int, labels: Tensor | None) -> Tensor:
-        """Return the indices of the samples that `classes` and `limit` keep; `classes` needs labels."""
+        """Return the indices of the samples that `classes` and `first` keep; `classes` needs labels."""
         indices = torch.arange(samples)
         if self.classes is not None and labels is not None:
             kept = torch.zeros(samples, dtype=torch.bool)
             for part in self.classes:
                 kept |= (labels >= part.start) & (labels < part.stop)
             indices = indices[kept]
-        return indices[: self.limit]
+        return indices[: self.first]
 
 
 def read_options(address: Address, own: Collection[str] = ()) -> Options:
@@ -111,9 +119,29 @@ def read_options(address: Address, own: Collection[str] = ()) -> Options:
         reader, expected = known[key]
         try:
             values[key] = reader(text)
-        except ValueError:
+        except (ValueError, csv.Error):
             raise UsageError(f"{address}: {key}={text} is not understood; expected {expected}") from None
-    return Options(**values)  # type: ignore[arg-type]
+    said = {key: values.pop(key) for key in _OF_TRANSFORM if key in values}
+    transform = Transform(**said)  # type: ignore[arg-type]
+    _check_transform(transform, address)
+    return Options(transform=transform, **values)  # type: ignore[arg-type]
+
+
+def _check_transform(transform: Transform, address: Address) -> None:
+    """Refuse what is half said, or said twice."""
+    if (transform.mean is None) != (transform.std is None):
+        there, lacks = ("mean", "std") if transform.std is None else ("std", "mean")
+        raise UsageError(
+            f"{address}: it says {there} and no {lacks}. Pixels from 0 to 1 are normalised by both, as in "
+            "mean=imagenet&std=imagenet or mean=0.5&std=0.5; std=1 and mean=0 leave them as they are"
+        )
+    if transform.size is not None and transform.resize is not None:
+        raise UsageError(
+            f"{address}: size= resizes to a height and a width, resize= until the shorter side has so many pixels; say "
+            "one of them"
+        )
+    if transform.interpolation is not None and transform.size is None and transform.resize is None:
+        raise UsageError(f"{address}: interpolation= is for size= or resize=, and there is neither")
 
 
 def _split(text: str) -> str:
@@ -149,6 +177,30 @@ def _size(text: str) -> tuple[int, int]:
     return _positive(height), _positive(width if cross else height)
 
 
+def _numbers(text: str, imagenet: tuple[float, ...]) -> tuple[float, ...]:
+    found = imagenet if text == "imagenet" else tuple(map(float, text.split(",")))
+    if len(found) not in (1, 3) or not all(math.isfinite(number) and abs(number) < 1e30 for number in found):
+        raise ValueError
+    return found
+
+
+def _mean(text: str) -> tuple[float, ...]:
+    return _numbers(text, IMAGENET_MEAN)
+
+
+def _std(text: str) -> tuple[float, ...]:
+    found = _numbers(text, IMAGENET_STD)
+    if min(found) < 1e-30:
+        raise ValueError
+    return found
+
+
+def _interpolation(text: str) -> str:
+    if text not in INTERPOLATIONS:
+        raise ValueError
+    return text
+
+
 def _channels(text: str) -> int:
     if text not in ("1", "3"):
         raise ValueError
@@ -170,8 +222,14 @@ def _degrees(text: str) -> float:
 _READERS: dict[str, tuple[Callable[[str], object], str]] = {
     "split": (_split, "train or test"),
     "classes": (_classes, "labels such as 0-4 or 0,2,7-9"),
+    "first": (_positive, "a number of samples, at least 1"),
     "limit": (_positive, "a number of samples, at least 1"),
     "size": (_size, "pixels such as 28 or 224x320 (height x width)"),
+    "resize": (_positive, "pixels of the shorter side such as 256; size=224x320 makes images of this height and width"),
+    "crop": (_size, "pixels such as 224 or 224x320 (height x width)"),
+    "interpolation": (_interpolation, ", ".join(INTERPOLATIONS)),
+    "mean": (_mean, "imagenet, one number such as 0.5, or three (red,green,blue), of pixels from 0 to 1"),
+    "std": (_std, "imagenet, one number above 0 such as 0.5, or three (red,green,blue)"),
     "channels": (_channels, "1 (grey) or 3 (colour)"),
     "rotate": (_degrees, "degrees such as 30 or -12.5"),
     "offset": (_whole, "a whole number from 0"),
@@ -179,11 +237,13 @@ _READERS: dict[str, tuple[Callable[[str], object], str]] = {
     "permute": (_whole, "a seed, a whole number from 0"),
 }
 COMMON = tuple(_READERS)
+_OF_TRANSFORM = ("size", "resize", "crop", "interpolation", "mean", "std")
 # Those of some kinds of data alone.
 _OWN: dict[str, tuple[Callable[[str], object], str]] = {
     "text": (str, "the name of a column"),
     "inputs": (str, "the name of an array"),
     "target": (str, "the name of a column or an array"),
+    "labels": (read_names, "names in the order of the model's outputs such as cat,dog; none empty, none twice"),
     "length": (_positive, "a number of tokens, at least 1"),
     "pack": (_positive, "a number of tokens, at least 1"),
     "config": (str, "the name of a configuration"),

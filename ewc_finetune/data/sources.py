@@ -18,11 +18,13 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from ewc_finetune.address import Address, parse, suggest
 from ewc_finetune.choices import Split
 from ewc_finetune.data.domain import Domain, as_domain
+from ewc_finetune.data.draw import describe_draw, draw_evenly
 from ewc_finetune.data.hugging_face import ImageColumn, is_rows, load_hugging_face, of_rows
 from ewc_finetune.data.images import ImageFiles, load_image_folder, load_images
 from ewc_finetune.data.options import COMMON, Options, read_options
 from ewc_finetune.data.tables import load_csv, load_npz
-from ewc_finetune.data.texts import TextStream, load_generated, load_text
+from ewc_finetune.data.texts import Generated, Texts, TextStream, load_generated, load_text
+from ewc_finetune.data.transform import Transform
 from ewc_finetune.errors import DataError, UsageError
 from ewc_finetune.importing import find, value_of, working_directory_on_path
 
@@ -60,7 +62,8 @@ def load_domain(spec: str, default_split: Split, data_dir: str | Path | None = N
     split: Split = options.split or default_split
     folder = Path(data_dir or os.environ.get(ENVIRONMENT) or Path.home() / ".cache" / "ewc-finetune" / "data")
     images, labels, classes = _IN_MEMORY[kind](split, folder)
-    return _select(Domain(str(address), TensorDataset(images, labels), classes, labels, split), options)
+    domain = Domain(str(address), TensorDataset(images, labels), classes, labels, split, unit=True)
+    return _select(domain, options)
 
 
 def resolve_domain(data: object, default_split: Split, data_dir: str | Path | None = None) -> Domain:
@@ -88,17 +91,19 @@ def _is_domain(item: object) -> bool:
 
 
 def _call(address: Address, module: str, name: str, default_split: Split) -> Domain:
-    """Call a function of the user's for a dataset; options that are none of ours are its arguments."""
+    """Call a function of the user's for a dataset; options that it names, or that are none of ours, go to it."""
     with working_directory_on_path(first=True):
         function = find(f"{module}:{name}", "data", DataError)
     if not callable(function):
         raise DataError(f"{address}: {name} is a {type(function).__name__}; expected a function that returns a dataset")
-    arguments = {key: value_of(text) for key, text in address.options.items() if key not in COMMON}
-    options = read_options(Address(address.head, {k: v for k, v in address.options.items() if k in COMMON}))
     try:
-        takes_split = "split" in inspect.signature(function).parameters
+        parameters = set(inspect.signature(function).parameters)
     except ValueError:  # some that are written in C have none
-        takes_split = False
+        parameters = set()
+    takes_split = "split" in parameters
+    ours = set(COMMON) - (parameters - {"split"})
+    arguments = {key: value_of(text) for key, text in address.options.items() if key not in ours}
+    options = read_options(Address(address.head, {k: v for k, v in address.options.items() if k in ours}))
     split: Split = options.split or default_split
     if options.split and not takes_split:
         raise UsageError(f"{address}: {name} takes no argument split, so it has no splits to choose from")
@@ -112,10 +117,11 @@ def _call(address: Address, module: str, name: str, default_split: Split) -> Dom
 
 def _select(domain: Domain, options: Options) -> Domain:
     _check_options(domain, options)
+    domain = replace(domain, transform=_said(domain, options))
     if options.active is not None:
         domain = replace(domain, active=tuple(sorted({output for part in options.active for output in part})))
     if not domain.indexable:
-        return domain
+        return _first_of_stream(domain, options)
     size = domain.size or 0
     kept = options.keep(size, domain.labels)
     if not len(kept) and domain.labels is not None:
@@ -123,6 +129,8 @@ def _select(domain: Domain, options: Options) -> Domain:
         raise DataError(f"{domain.name}: nothing is left; its labels are {present or 'none: there are no samples'}")
     if len(kept) < size:
         domain = domain.subset(kept.tolist())
+    if options.limit is not None and options.limit < len(kept):
+        domain = _drawn(domain, options.limit)
     if not isinstance(domain.samples, TensorDataset):
         return domain
     images, *labels = domain.samples.tensors
@@ -134,6 +142,32 @@ def _select(domain: Domain, options: Options) -> Domain:
     return replace(domain, samples=TensorDataset(images, *labels))
 
 
+def _said(domain: Domain, options: Options) -> Transform:
+    """Return what is said of the images; pixels that are permuted are not resized any more, whatever the model says."""
+    said = options.transform
+    if options.permute is not None and not said.reshapes and isinstance(domain.samples, TensorDataset):
+        height, width = domain.samples.tensors[0].shape[-2:]
+        return replace(said, size=(height, width))
+    return said
+
+
+def _drawn(domain: Domain, n: int) -> Domain:
+    """Return the domain of a draw of its samples, which says so."""
+    size = domain.size or 0
+    drawn = draw_evenly(n, size, domain.labels)
+    said = describe_draw(n, size, domain.labels, drawn)
+    return replace(domain.subset(drawn.tolist()), remarks=(*domain.remarks, said))
+
+
+def _first_of_stream(domain: Domain, options: Options) -> Domain:
+    """Return a stream with as many samples as are wanted: it can only be the first, for the others are not known."""
+    wanted = [n for n in (options.first, options.limit) if n is not None]
+    if not wanted or not isinstance(domain.samples, TextStream):
+        return domain
+    said = () if options.limit is None else (f"limit={options.limit} takes the first {min(wanted):,} of a stream",)
+    return replace(domain, samples=replace(domain.samples, limit=min(wanted)), remarks=(*domain.remarks, *said))
+
+
 def _check_options(domain: Domain, options: Options) -> None:
     """Refuse options that this data cannot take, rather than leave them out."""
     samples = domain.samples
@@ -141,11 +175,17 @@ def _check_options(domain: Domain, options: Options) -> None:
     images = isinstance(samples, (ImageFiles, ImageColumn))
     if isinstance(samples, TensorDataset):
         images = samples.tensors[0].ndim == 4
+    others = isinstance(samples, (Texts, TextStream, Generated)) or (arrays and not images)
     for asked, possible, reason in (
+        (options.transform.mean is not None, not others, "its samples are no images, so they cannot be normalised"),
         (options.changes_images, images, "its samples are no images, so they cannot be resized, turned or permuted"),
         (options.offset, arrays, "offset is for arrays and images in memory"),
         (options.classes, domain.labels is not None, "its labels are not known beforehand, so none can be chosen"),
-        (options.limit, domain.indexable or isinstance(samples, TextStream), "it has no samples by number to limit"),
+        (
+            options.limit or options.first,
+            domain.indexable or isinstance(samples, TextStream),
+            "it has no samples by number to limit",
+        ),
     ):
         if asked and not possible:
             raise UsageError(f"{domain.name}: {reason}")
@@ -153,11 +193,14 @@ def _check_options(domain: Domain, options: Options) -> None:
 
 # Kinds of data that have a place behind a colon, each with its own options.
 _PLACES: dict[str, tuple[Callable[[Address, str, Split, Options], Domain], tuple[str, ...]]] = {
-    "imagefolder": (load_image_folder, ()),
+    "imagefolder": (load_image_folder, ("labels",)),
     "images": (load_images, ()),
-    "npz": (load_npz, ("inputs", "target")),
-    "csv": (load_csv, ("text", "target", "length", "pack")),
-    "hf": (load_hugging_face, ("text", "target", "length", "pack", "config", "revision", "stream")),
+    "npz": (load_npz, ("inputs", "target", "labels")),
+    "csv": (load_csv, ("text", "target", "labels", "length", "pack")),
+    "hf": (
+        load_hugging_face,
+        ("text", "target", "labels", "length", "pack", "config", "revision", "stream"),
+    ),
     "text": (load_text, ("length", "pack")),
     "generate": (load_generated, ("length", "seed")),
 }

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 from ewc_finetune.address import Address, suggest
 from ewc_finetune.choices import Split
 from ewc_finetune.data.domain import Domain
+from ewc_finetune.data.numbering import AS_LISTED, BY_NAME, number
 from ewc_finetune.data.options import Options
 from ewc_finetune.data.texts import Texts, refuse_split
 from ewc_finetune.errors import DataError, EwcError, UsageError
@@ -38,11 +39,48 @@ def load_npz(address: Address, place: str, split: Split, options: Options) -> Do
             raise DataError(f"{address}: {path} has no arrays that end in _train and _test, so it has no splits")
         inputs = _choose(options.inputs, _INPUTS, names, address, "inputs", ending)
         target = _choose(options.target, TARGETS, names, address, "target", ending, needed=False)
-        tensors = [_tensor(file[name], f"{path}: {name}") for name in (inputs, target) if name is not None]
+        tensors, classes = [_tensor(file[str(inputs)], f"{path}: {inputs}")], None
+        if target is not None:
+            labels, classes = _labels_of_array(file, target, options, str(path))
+            tensors.append(labels)
+        elif options.labels is not None:
+            raise UsageError(f"{address}: labels= names classes, and there is no array of labels; name it with target=")
     if len({len(tensor) for tensor in tensors}) > 1:
         raise DataError(f"{path}: {inputs} has {len(tensors[0])} samples and {target} {len(tensors[1])}")
-    labels = tensors[1] if len(tensors) > 1 else None
-    return Domain(str(address), TensorDataset(*tensors), labels=labels, split=split if ending else None)
+    return Domain(
+        str(address),
+        TensorDataset(*tensors),
+        classes,
+        tensors[1] if len(tensors) > 1 else None,
+        split if ending else None,
+        numbering=numbering_of(classes, options),
+    )
+
+
+def _labels_of_array(file: Any, target: str, options: Options, path: str) -> tuple[Tensor, tuple[str, ...] | None]:
+    """Return the labels in an array, and their names where they are texts, or named by `labels`."""
+    array = file[target]
+    if array.dtype.kind not in "US" and options.labels is None:
+        return _tensor(array, f"{path}: {target}"), None
+    if array.ndim != 1 or array.dtype.kind not in "USbui":
+        raise DataError(f"{path}: {target} is {array.dtype} of shape {array.shape}; expected one class for each sample")
+    values = _texts(array)
+    names = options.labels
+    if names is None and target.endswith(("_train", "_test")):  # a class that one of them lacks moves no other
+        both = [target.rpartition("_")[0] + ending for ending in ("_train", "_test")]
+        names = tuple(sorted({value for name in both if name in file.files for value in _texts(file[name])}))
+    return number(values, names, f"{path}: {target}")
+
+
+def _texts(array: Any) -> list[str]:
+    return [value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in array.tolist()]
+
+
+def numbering_of(classes: tuple[str, ...] | None, options: Options) -> str | None:
+    """Return how names came to their numbers; None without any."""
+    if classes is None:
+        return None
+    return BY_NAME if options.labels is None else AS_LISTED
 
 
 @contextmanager
@@ -71,17 +109,19 @@ def load_csv(address: Address, place: str, split: Split, options: Options) -> Do
         raise DataError(f"{path} cannot be read as a table ({error})") from error
     if len(set(header)) != len(header) or not rows:
         raise DataError(f"{path}: expected a first line with the names of the columns, all different, and rows below")
-    for number, row in enumerate(rows, start=2):
+    for n, row in enumerate(rows, start=2):
         if len(row) != len(header):
-            raise DataError(f"{path}, row {number}: {len(row)} columns, and the first line names {len(header)}")
+            raise DataError(f"{path}, row {n}: {len(row)} columns, and the first line names {len(header)}")
     columns: Mapping[str, Sequence[str]] = dict(zip(header, zip(*rows, strict=True), strict=True))
     targets = target_columns(options.target, list(header), str(address))
-    labels, classes = labels_of([columns[name] for name in targets], f"{path}: {', '.join(targets)}")
+    where = f"{path}: {', '.join(targets)}"
+    labels, classes = labels_of([columns[name] for name in targets], where, options.labels)
+    numbering = numbering_of(classes, options)
     text = options.text or next((name for name in TEXTS if name in columns), None)
     if text is not None:
         check_column(text, list(header), str(address), "text")
         samples = Texts(columns[text], labels, options.length, options.pack)
-        return Domain(str(address), samples, classes, labels)
+        return Domain(str(address), samples, classes, labels, numbering=numbering)
     features = [name for name in header if name not in targets]
     if not features:
         raise DataError(f"{path} has no column beside the target")
@@ -93,7 +133,7 @@ def load_csv(address: Address, place: str, split: Split, options: Options) -> Do
             f"{', '.join(header)}"
         ) from error
     parts = (numbers,) if labels is None else (numbers, labels)
-    return Domain(str(address), TensorDataset(*parts), classes, labels)
+    return Domain(str(address), TensorDataset(*parts), classes, labels, numbering=numbering)
 
 
 def target_columns(asked: str | None, columns: Sequence[str], where: str) -> list[str]:
@@ -114,21 +154,32 @@ def check_column(name: str, columns: Sequence[str], where: str, what: str) -> No
         raise UsageError(f"{where}: there is no column {name!r} for the {what}. {suggest(name, columns)}")
 
 
-def labels_of(columns: Sequence[Sequence[Any]], where: str) -> tuple[Tensor | None, tuple[str, ...] | None]:
-    """Make labels of columns: class numbers, names of classes (numbered in their order), or numbers, several to each.
+def labels_of(
+    columns: Sequence[Sequence[Any]], where: str, names: tuple[str, ...] | None = None
+) -> tuple[Tensor | None, tuple[str, ...] | None]:
+    """Make labels of columns: class numbers, names of classes, or numbers, several to each.
+
+    Args:
+        columns: Of the targets.
+        where: What to call them.
+        names: Of the model's outputs, in their order, where labels are to be numbered by them.
 
     Returns:
         The labels, None without columns, and the names of the classes where labels were names.
     """
+    if names is not None and len(columns) != 1:
+        raise UsageError(f"{where}: labels= names the classes in one column; there are {len(columns)} of targets")
     if not columns:
         return None, None
     for column in columns:
-        for number, value in enumerate(column, start=1):
+        for n, value in enumerate(column, start=1):
             if value is None or value == "":
-                raise DataError(f"{where}: sample {number} has no label. Leave it out, or give it one")
+                raise DataError(f"{where}: sample {n} has no label. Leave it out, or give it one")
     if len(columns) > 1:
         return torch.stack([_numbers(column, where) for column in columns], dim=1), None
     (column,) = columns
+    if names is not None:
+        return number([str(value) for value in column], names, where)
     if isinstance(column[0], Sequence) and not isinstance(column[0], str):
         return _several(column, where), None
     if all(isinstance(value, int) or (isinstance(value, str) and value.strip().isdecimal()) for value in column):
@@ -136,12 +187,14 @@ def labels_of(columns: Sequence[Sequence[Any]], where: str) -> tuple[Tensor | No
         if max(map(abs, whole)) >= 1 << 63:
             raise DataError(f"{where}: {max(whole, key=abs)} is larger than any class")
         return torch.tensor(whole), None
+    return _numbers_or_names(column, where)
+
+
+def _numbers_or_names(column: Sequence[Any], where: str) -> tuple[Tensor, tuple[str, ...] | None]:
     try:
         return _numbers(column, where), None
     except DataError:
-        names = sorted({str(value) for value in column})
-        numbers = {name: number for number, name in enumerate(names)}
-        return torch.tensor([numbers[str(value)] for value in column]), tuple(names)
+        return number([str(value) for value in column], None, where)
 
 
 def _several(column: Sequence[Any], where: str) -> Tensor:
@@ -154,11 +207,11 @@ def _several(column: Sequence[Any], where: str) -> Tensor:
 
 def _numbers(column: Sequence[Any], where: str) -> Tensor:
     found = []
-    for number, value in enumerate(column, start=1):
+    for n, value in enumerate(column, start=1):
         try:
             found.append(float(value))
         except (TypeError, ValueError):
-            raise DataError(f"{where}, sample {number}: {str(value)[:50]!r} is not a number") from None
+            raise DataError(f"{where}, sample {n}: {str(value)[:50]!r} is not a number") from None
     return torch.tensor(found)
 
 

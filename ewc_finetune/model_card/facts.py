@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from ewc_finetune.curvature.storage import describe
+from ewc_finetune.data.transform import Transform, is_transform
 from ewc_finetune.model_card.published import Published
 from ewc_finetune.model_card.text import (
     code,
@@ -124,8 +125,14 @@ def _input(layout: Mapping[str, Any]) -> str:
     return joined(
         " \N{MULTIPLICATION SIGN} ".join(map(str, shape)),
         "bytes, scaled from 0..255 to 0..1" if layout.get("bytes_to_unit") is True else "",
+        _normalised(layout),
         "flattened" if layout.get("flat") is True else "",
     )
+
+
+def _normalised(layout: Mapping[str, Any]) -> str:
+    """Say what is done to the numbers in images; a file may say anything."""
+    return Transform.read(layout).describe_numbers() if is_transform(layout) and layout.get("raw", True) else ""
 
 
 def _scores(scores: Mapping[str, float]) -> str:

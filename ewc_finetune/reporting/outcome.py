@@ -145,7 +145,7 @@ def outcome_of(run: Run) -> Outcome:
 
 def new_domain(target: str, domains: Sequence[str]) -> str | None:
     """Return the domain that is of the data `target`: in another split, or more samples of it."""
-    for loose in (("split",), ("split", "limit")):
+    for loose in (("split",), ("split", "limit", "first")):
         for domain in domains:
             if data_key(domain, loose) == data_key(target, loose):
                 return domain

@@ -42,7 +42,6 @@ from ewc_finetune.curvature.importance import importance_by_layer
 from ewc_finetune.curvature.storage import rounded
 from ewc_finetune.data.domain import Batch, Domain, Fingerprint
 from ewc_finetune.data.layout import Layout, feed
-from ewc_finetune.data.preprocessing import preprocessed
 from ewc_finetune.data.sources import resolve_domain
 from ewc_finetune.devices import choose_device, on_device, random_state_kept
 from ewc_finetune.errors import UsageError
@@ -56,8 +55,10 @@ from ewc_finetune.probe import take_probe
 from ewc_finetune.probe_file import Probe, describe
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.provenance import Provenance
+from ewc_finetune.verbs.chance import say_numbering, warn_at_chance
 from ewc_finetune.verbs.dry_run import Estimate, estimate_consolidation, first_batches
 from ewc_finetune.verbs.prepare import prepare
+from ewc_finetune.verbs.presenting import presented
 
 DEFAULT_RTOL = 0.02
 
@@ -185,10 +186,11 @@ def consolidate(
     fingerprint = Fingerprint()
     with on_device(opened.model, where), random_state_kept(where, seed):
         start = time.perf_counter()
-        domain = preprocessed(domain, opened.purpose, opened.model, opened.label)
+        domain = presented(domain, opened, progress)
         prepared = time.perf_counter() - start
         chosen = _subset(domain, limit, seed)
-        layout = prepare(opened.model, domain, rule, where, opened.record, progress)
+        say_numbering(domain, opened, progress)
+        layout, outputs = prepare(opened.model, domain, rule, where, opened.record, progress)
         probes = _probes(opened.model, domain, layout, rule, probe, seed, where, progress)
         parameters = {n: p for n, p in opened.model.named_parameters() if n not in excluded}
         take_fisher = partial(
@@ -222,6 +224,9 @@ def consolidate(
                     note=progress.note,
                 )
         progress.note(found.path)
+        warn_at_chance(
+            domain, opened, layout, outputs, rule, found.scores.get("accuracy"), found.samples, progress, own=True
+        )
         fisher, storage = rounded({n: value.float().cpu() for n, value in found.values.items()}, curvature_dtype)
         blocks = {block.layer: block.stored(kfac_rank, kfac_dtype) for block in found.blocks}
         provenance = Provenance(

@@ -15,7 +15,6 @@ from ewc_finetune.checkpoint.opening import open_model
 from ewc_finetune.choices import LikelihoodName
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.layout import Layout, feed
-from ewc_finetune.data.preprocessing import preprocessed
 from ewc_finetune.data.sources import resolve_domains
 from ewc_finetune.devices import choose_device, on_device, random_state_kept
 from ewc_finetune.errors import DataError, NonFiniteError, UsageError
@@ -24,7 +23,9 @@ from ewc_finetune.inputs import call
 from ewc_finetune.likelihood import Likelihood, get_likelihood
 from ewc_finetune.modes import evaluating
 from ewc_finetune.progress import Bar, Progress, Silent
+from ewc_finetune.verbs.chance import say_numbering, warn_at_chance
 from ewc_finetune.verbs.prepare import prepare
+from ewc_finetune.verbs.presenting import presented
 
 # Of e, in float64.
 _LARGEST_EXPONENT = 700.0
@@ -103,13 +104,17 @@ def evaluate(
         raise UsageError(f"batch size is {batch_size}; expected at least 1")
     domains = resolve_domains(data, "test", data_dir)
     with on_device(opened.model, where), random_state_kept(where):
-        domains = [preprocessed(d, opened.purpose, opened.model, opened.label) for d in domains]
-        layouts = [prepare(opened.model, d, d.likelihood(rule), where, opened.record, progress) for d in domains]
+        domains = [presented(d, opened, progress) for d in domains]
+        for domain in domains:
+            say_numbering(domain, opened, progress)
+        found = [prepare(opened.model, d, d.likelihood(rule), where, opened.record, progress) for d in domains]
         scores = []
-        for domain, layout in zip(domains, layouts, strict=True):
+        for domain, (layout, outputs) in zip(domains, found, strict=True):
+            own = domain.likelihood(rule)
             with progress.bar(domain.name, domain.size, "sample") as bar:
-                own = domain.likelihood(rule)
-                scores.append(score(opened.model, domain, layout, own, batch_size, where, bar))
+                scored = score(opened.model, domain, layout, own, batch_size, where, bar)
+            warn_at_chance(domain, opened, layout, outputs, own, scored.accuracy, scored.samples, progress, own=False)
+            scores.append(scored)
     return scores
 
 

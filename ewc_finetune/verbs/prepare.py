@@ -13,6 +13,7 @@ from ewc_finetune.data.layout import Layout, find_layout
 from ewc_finetune.errors import ArchitectureError, DataError
 from ewc_finetune.likelihood import Likelihood
 from ewc_finetune.progress import Progress
+from ewc_finetune.verbs.presenting import say_numbers
 
 
 def prepare(
@@ -23,7 +24,7 @@ def prepare(
     record: Record,
     progress: Progress,
     outputs: int | None = None,
-) -> Layout:
+) -> tuple[Layout, tuple[int, ...]]:
     """Find how the domain's samples go into the model, say it, and check outputs and labels before any work is done.
 
     Args:
@@ -34,6 +35,9 @@ def prepare(
         record: What is known of the model; where the data differs from it, that is said.
         progress: Told what is assumed.
         outputs: How many the model must have, where its head was changed.
+
+    Returns:
+        The layout, and the shape of the model's outputs for one sample.
 
     Raises:
         ArchitectureError: if the model has another number of outputs.
@@ -50,13 +54,16 @@ def prepare(
         )
     if domain.labels is not None:
         likelihood.check_targets(domain.labels, output_shape, domain.name)
+    for remark in domain.remarks:
+        progress.note(f"{domain.name}: {remark}")
     progress.note(f"{domain.name}: samples of {layout.describe()}")
+    say_numbers(domain, layout, progress)
     trained_on = tuple(record.input.get("shape", layout.shape))
     if trained_on != layout.shape:
         progress.note(f"{domain.name}: the model was trained on samples of another shape, {trained_on}")
     if record.classes and domain.classes:
         _compare_classes(record.classes, domain.classes, domain.name, progress)
-    return layout
+    return layout, output_shape
 
 
 def _compare_classes(model: Sequence[str], data: Sequence[str], name: str, progress: Progress) -> None:
@@ -69,6 +76,6 @@ def _compare_classes(model: Sequence[str], data: Sequence[str], name: str, progr
         raise DataError(
             f"{name}: the class {data[first]!r} is number {first} here and {model.index(data[first])} in the model, so "
             "its labels would be taken for another class's. Give the data the model's classes, in their order: "
-            f"{', '.join(model)} (a class without samples may be an empty folder)"
+            f"labels={','.join(model)}"
         )
     progress.note(f"{name}: its classes are not called what the model's are ({data[first]!r} for {model[first]!r})")

@@ -97,5 +97,5 @@ def same_source(one: str, other: str) -> bool:
         return False
     return all(
         first.options.get(key) == second.options.get(key)
-        for key in {*first.options, *second.options} - {"split", "limit"}
+        for key in {*first.options, *second.options} - {"split", "limit", "first"}
     )

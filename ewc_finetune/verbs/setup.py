@@ -15,7 +15,6 @@ from ewc_finetune.checkpoint.opening import Opened
 from ewc_finetune.choices import Head, Lineage, PenaltyForm
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.layout import Layout
-from ewc_finetune.data.preprocessing import preprocessed
 from ewc_finetune.errors import UsageError
 from ewc_finetune.heads import find_head
 from ewc_finetune.likelihood import Likelihood
@@ -23,8 +22,10 @@ from ewc_finetune.patterns import matching
 from ewc_finetune.penalty import Penalty
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.stack import distinct, lineage_of, of_one_head, remarks
+from ewc_finetune.verbs.chance import say_numbering
 from ewc_finetune.verbs.head import class_names, give_head, head_names
 from ewc_finetune.verbs.prepare import prepare
+from ewc_finetune.verbs.presenting import presented, say_anchors
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def set_up(
     Raises:
         EwcError: naming what does not suit.
     """
-    domain = preprocessed(domain, start.purpose, start.model, start.label)
+    domain = presented(domain, start, progress)
     old = find_head(start.model) if head != "shared" else None
     if old is not None:
         undoing.callback(start.model.set_submodule, *old)
@@ -111,10 +112,18 @@ def set_up(
         *remarks(anchors, lineage, ("the model", start.record.head)),
     ]:
         progress.note(remark)
+    if head != "new":
+        say_numbering(domain, start, progress)
     known, outputs = start.record, None if old is None else find_head(start.model)[1].out_features
-    layout = prepare(start.model, domain, domain.likelihood(likelihood), device, known, progress, outputs)
-    presented = [preprocessed(found, start.purpose, start.model, start.label) for found in scored]
-    watched = [(d, prepare(start.model, d, d.likelihood(likelihood), device, known, Silent())) for d in presented]
+    layout, _ = prepare(start.model, domain, domain.likelihood(likelihood), device, known, progress, outputs)
+    say_anchors(anchors, layout, progress)
+    # Where nothing is known of the model, all its data are as the new domain says.
+    alike = start if known.input else replace(start, record=replace(known, input=layout.to_json()))
+    others = [presented(found, alike, Silent()) for found in scored]
+    watched = [(d, prepare(start.model, d, d.likelihood(likelihood), device, known, Silent())[0]) for d in others]
+    for other in others:
+        for remark in other.remarks:
+            progress.note(f"{other.name}: {remark}")
     held = of_one_head(anchors, known.head)
     growing = head_names(old) if head == "expand" else ()
     job = Setup(start, domain, layout, watched, None, _frozen(start.model, freeze), known)

@@ -1,0 +1,44 @@
+"""Which samples are taken where fewer are wanted than there are: the same ones whenever it is asked."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Of every draw, so that a spec names the same samples whenever it is read.
+_SEED = 0
+
+
+def are_classes(labels: Tensor | None) -> bool:
+    """Whether labels are known, and are one class for each sample."""
+    return labels is not None and labels.ndim == 1 and not labels.is_floating_point()
+
+
+def draw_evenly(n: int, size: int, labels: Tensor | None) -> Tensor:
+    """Draw `n` of `size` samples: as many of each class as of the others, where there are classes (`are_classes`).
+
+    A class that has too few gives all it has, and the others give more. A smaller draw is part of a larger one.
+
+    Returns:
+        Their indices, in the order of the data.
+    """
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(_SEED))
+    if labels is not None and are_classes(labels):
+        # The first of every class go before the second of any.
+        grouped, by_class = labels[order].sort(stable=True)
+        places = torch.arange(size)
+        begins = torch.cat([torch.ones(1, dtype=torch.bool), grouped[1:] != grouped[:-1]])
+        ranks = torch.empty_like(order)
+        ranks[by_class] = places - (places * begins).cummax(0).values
+        order = order[ranks.argsort(stable=True)]
+    return order[:n].sort().values
+
+
+def describe_draw(n: int, size: int, labels: Tensor | None, drawn: Tensor) -> str:
+    """Say what `draw_evenly` drew, for people."""
+    how = "at random"
+    if labels is not None and are_classes(labels):
+        classes, found = len(set(labels.tolist())), len(set(labels[drawn].tolist()))
+        missed = f", of which {classes - found:,} get none" if found < classes else ""
+        how = f"evenly from {classes:,} classes{missed}"
+    return f"limit={n} draws {n:,} of {size:,} samples {how}, always the same; first={n} takes the first"
