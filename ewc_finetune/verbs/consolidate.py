@@ -150,7 +150,7 @@ def consolidate(
     """
     progress = progress or Silent()
     if output is not None:
-        check_output(Path(output), overwrite, [model])
+        check_output(Path(output), overwrite, [model], note=progress.note)
     check_choice("curvature", curvature, CURVATURES)
     check_choice("estimator", estimator, ESTIMATORS)
     check_choice("curvature dtype", curvature_dtype, CURVATURE_DTYPES)
@@ -269,7 +269,7 @@ def consolidate(
             probes=probes,
         )
     validate(anchor)
-    return anchor if output is None else anchor.save(output)
+    return anchor if output is None else anchor.save(output, overwrite=overwrite)
 
 
 def _probes(

@@ -19,6 +19,7 @@ from ewc_finetune.files import check_output
 from ewc_finetune.hub.address import HubAddress, is_address
 from ewc_finetune.hub.anchor_files import Peeked, peek
 from ewc_finetune.probe_file import ProbeFile, bytes_of, describe, records_of
+from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.provenance import Provenance
 from ewc_finetune.tensor_file import TensorFile, shapes_of
 
@@ -112,7 +113,13 @@ class Inspection:
         return [(name, value) for name, value in found if value] + [("note", remark) for remark in self.remarks]
 
 
-def inspect(file: str | Path | HubAddress, *, plot: str | Path | None = None, overwrite: bool = False) -> Inspection:
+def inspect(
+    file: str | Path | HubAddress,
+    *,
+    plot: str | Path | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Inspection:
     """Say what is in an anchor: from its header and eigenvalues, and all of its curvature if it has no importance.
 
     Of one on the Hub nothing else is fetched.
@@ -121,14 +128,16 @@ def inspect(file: str | Path | HubAddress, *, plot: str | Path | None = None, ov
         file: The anchor, or its address on the Hub.
         plot: File to draw the importance of each layer in: `.png`, `.pdf`, `.svg`.
         overwrite: Whether that file may be replaced.
+        progress: Told what happens.
 
     Raises:
         EwcError: naming what is wrong with the file.
     """
+    progress = progress or Silent()
     file = str(file) if isinstance(file, HubAddress) else file
     if plot is not None:
         figure_format(Path(plot))
-        check_output(Path(plot), overwrite, [file])
+        check_output(Path(plot), overwrite, [file], note=progress.note)
     there = _on_the_hub(file) if is_address(file) else None
     source = open_source(Path(file)) if there is None else there.source
     anchor = Anchor.of(source, Path(file)) if there is None else Anchor.of(source, place=there.place)
@@ -151,7 +160,8 @@ def inspect(file: str | Path | HubAddress, *, plot: str | Path | None = None, ov
         sha256=None if there is None else there.sha256,
     )
     if plot is not None:
-        draw_importance(Path(plot), origin.importance, f"{origin.name}: share of the curvature by layer")
+        title = f"{origin.name}: share of the curvature by layer"
+        draw_importance(Path(plot), origin.importance, title, overwrite=overwrite)
     return found
 
 
