@@ -7,6 +7,7 @@ is free undoes what its journal says, and removes it. Where there are no locks n
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -220,7 +221,7 @@ def _put(new: Path, path: Path) -> None:
     """
     if new.is_dir():
         if os.path.lexists(path):
-            raise FileExistsError(f"{path} exists")
+            raise FileExistsError(errno.EEXIST, "exists", str(path))
         new.rename(path)  # which fails if a file or a folder with something in it has come in between
     elif not _link(new, path):
         # An empty file keeps the place, which is known for one that may be replaced.
