@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 _WORDS = {signal.SIGINT: b"Interrupted.\n", signal.SIGTERM: b"Terminated.\n"}
@@ -111,13 +111,16 @@ def _handle(number: int, _: FrameType | None) -> None:
 
 def _put_in_order() -> None:
     for do in reversed(_last_things.copy()):
-        do()
+        with suppress(Exception):  # which is no time for a traceback
+            do()
 
 
 def _say(number: int) -> None:
     if not _state.silent:
-        # The line of a terminal on which ^C or a bar stands is ended first; Python's own stream may be in use.
-        os.write(2, (b"\n" if os.isatty(2) else b"") + _WORDS[signal.Signals(number)])
+        _state.silent = True  # once is enough
+        with suppress(OSError):
+            # The line of a terminal on which ^C or a bar stands is ended first; Python's own stream may be in use.
+            os.write(2, (b"\n" if os.isatty(2) else b"") + _WORDS[signal.Signals(number)])
 
 
 def _ignore() -> None:
