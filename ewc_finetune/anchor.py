@@ -121,10 +121,14 @@ class Anchor:
         """Return the anchor without any sample of the data, to be shared with those who may not have them."""
         return replace(self, probes=(), provenance=replace(self.provenance, probes=[]))
 
-    def save(self, path: str | Path) -> Anchor:
+    def save(self, path: str | Path, *, overwrite: bool = True) -> Anchor:
         """Write the anchor as one safetensors file and return it with `path` and `digest` set.
 
-        The same anchor gives the same bytes. The file is renamed into place when it is whole.
+        The same anchor gives the same bytes. The file is put into place when it is whole.
+
+        Args:
+            path: Of the file.
+            overwrite: Whether a file that is there may be replaced.
 
         Raises:
             AnchorError: if a tensor is missing, of the wrong shape or negative, or every Fisher is zero.
@@ -132,7 +136,7 @@ class Anchor:
             StorageError: if the file cannot be written.
         """
         validate(self)
-        with atomic_write(Path(path)) as temporary:
+        with atomic_write(Path(path), overwrite=overwrite) as temporary:
             return self.write(temporary, Path(path))
 
     def write(self, temporary: Path, path: Path) -> Anchor:

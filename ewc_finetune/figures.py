@@ -81,20 +81,21 @@ def figure_format(path: Path) -> str:
     return ending
 
 
-def save_figure(path: Path, figure: Figure) -> None:
+def save_figure(path: Path, figure: Figure, *, overwrite: bool = True) -> None:
     """Write a figure in the format that its name ends in."""
-    with atomic_write(path) as temporary:
+    with atomic_write(path, overwrite=overwrite) as temporary:
         FigureCanvasAgg(figure)
         figure.savefig(temporary, format=figure_format(path), dpi=120)
 
 
-def draw_importance(path: Path, layers: Sequence[Mapping[str, Any]], title: str) -> None:
+def draw_importance(path: Path, layers: Sequence[Mapping[str, Any]], title: str, *, overwrite: bool = True) -> None:
     """Draw a bar for each layer's share of the curvature, first layer on top.
 
     Args:
         path: The file to write, in the format that it ends in.
         layers: Of each, `layer` and `share`.
         title: One line above the figure.
+        overwrite: Whether a file that is there may be replaced.
     """
     figure = Figure(figsize=(7, 1.2 + 0.28 * len(layers)), layout="constrained")
     axes = figure.subplots()
@@ -105,7 +106,7 @@ def draw_importance(path: Path, layers: Sequence[Mapping[str, Any]], title: str)
     axes.invert_yaxis()
     axes.set(xlabel="% of the trace", title=_plain(title), xlim=(0, 1.12 * max(shares, default=1.0)))
     axes.spines[["top", "right"]].set_visible(False)
-    save_figure(path, figure)
+    save_figure(path, figure, overwrite=overwrite)
 
 
 @dataclass(frozen=True)

@@ -6,114 +6,127 @@ import contextlib
 import errno
 import hashlib
 import os
-import secrets
-import shutil
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from ewc_finetune import signals
 from ewc_finetune.errors import StorageError
+from ewc_finetune.workspace import Workspace, check_kind, recover
+
+# Bytes of a file's name that file systems take, where they don't say.
+_NAME_MAX = 255
+# What is kept under another name is numbered up to here.
+_LAST_NUMBER = 99
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; when the block succeeds, flush it to disk and rename it.
+def atomic_write(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
+    """Yield a temporary path; when the block succeeds, flush what is there to disk and move it to `path`.
 
-    Whatever goes wrong, an interrupt included, the temporary file is removed and `path` keeps what it had.
+    Whatever goes wrong, an interrupt included, the temporary file is removed and `path` keeps what it had. If the
+    process is killed, `workspace.recover` does that.
+
+    Args:
+        path: The file; through a link, the file that it leads to.
+        overwrite: Whether a file may be replaced. If not, and one came into being during the block, what was to be
+            there is kept under another name.
 
     Raises:
-        StorageError: if the folder is missing or not writable, or the disk is full.
+        StorageError: if the folder is missing or not writable, the disk is full, or there is what may not be replaced.
     """
-    with atomic_writes([path]) as (temporary,), storage_errors(path):
+    with atomic_writes([path], overwrite=overwrite) as (temporary,), storage_errors(path):
         yield temporary
 
 
 @contextlib.contextmanager
-def atomic_writes(paths: Sequence[Path]) -> Iterator[list[Path]]:
-    """Do what `atomic_write` does for several files, of which there are all in the end or none."""
-    temporaries = [hidden(path, "tmp") for path in paths]
-    try:
-        for path, temporary in zip(paths, temporaries, strict=True):
+def atomic_writes(paths: Sequence[Path], *, overwrite: bool = True) -> Iterator[list[Path]]:
+    """Do what `atomic_write` does for several files, of which there are all in the end or none.
+
+    Of files in several folders, if the process is killed, there may be all of one folder and none of another.
+    """
+    real = [Path(os.path.realpath(path)) for path in paths]
+    with contextlib.ExitStack() as closing:
+        spaces: dict[Path, Workspace] = {}
+        names: dict[Path, list[str]] = {}
+        temporaries = []
+        for path, target in zip(paths, real, strict=True):
+            folder = target.parent
             with storage_errors(path):
-                os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+                if folder not in spaces:
+                    spaces[folder] = closing.enter_context(Workspace(folder))
+                temporaries.append(spaces[folder].new(len(names.setdefault(folder, []))))
+                names[folder].append(target.name)
+                os.close(os.open(temporaries[-1], os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         permissions = [stat.S_IMODE(temporary.stat().st_mode) for temporary in temporaries]
         yield temporaries
         for path, temporary, mode in zip(paths, temporaries, permissions, strict=True):
             with storage_errors(path):
                 # Writers that put a file of their own in this place (safetensors) make it private.
                 temporary.chmod(mode)
-                with temporary.open("rb") as file:
-                    os.fsync(file.fileno())
-        _rename(list(zip(temporaries, paths, strict=True)))
-        for folder in {path.parent for path in paths}:
-            _sync_folder(folder)
-    finally:
-        for temporary in temporaries:
-            temporary.unlink(missing_ok=True)
+                _flush(temporary)
+        signals.safe_point()
+        with signals.deferred(), storage_errors(paths[0]):
+            try:
+                _place(spaces, names, overwrite)
+            except FileExistsError:
+                raise StorageError(_kept_elsewhere(list(spaces.values()), paths, real)) from None
+
+
+def _place(spaces: Mapping[Path, Workspace], names: Mapping[Path, Sequence[str]], overwrite: bool) -> None:
+    several = len(spaces) > 1
+    try:
+        for folder, space in spaces.items():
+            space.place(names[folder], overwrite=overwrite, provisional=several)
+    except BaseException:
+        for space in spaces.values():
+            space.undo()
+        raise
+    for space in spaces.values():
+        space.settle()
+
+
+def _kept_elsewhere(spaces: Sequence[Workspace], paths: Sequence[Path], real: Sequence[Path]) -> str:
+    """Keep what may have taken long to make under another name, and say so; several files only make sense as named."""
+    came = next((path for path, target in zip(paths, real, strict=True) if os.path.lexists(target)), paths[0])
+    said = f"{came} came into being while this ran, and is left as it is"
+    stem = beside(real[0], "").name
+    for n in range(2, _LAST_NUMBER + 1) if len(paths) == 1 else ():
+        name = f"{stem}-{n}{real[0].name.removeprefix(stem)}"
+        with contextlib.suppress(FileExistsError):
+            spaces[0].place([name], overwrite=False)
+            place = (real if paths[0].is_symlink() else paths)[0].with_name(name)
+            return f"{said}; what was to be there is {place}"
+    return f"{said}; nothing was written. Choose another path, or replace it with --overwrite"
 
 
 @contextlib.contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `path`; when the block succeeds, it takes the place of what is there.
+def atomic_folder(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
+    """Yield a temporary folder; when the block succeeds, it takes the place of what is there.
+
+    Args:
+        path: The folder; through a link, the folder that it leads to.
+        overwrite: Whether a folder may be replaced.
 
     Raises:
         StorageError: see `atomic_write`.
     """
-    path = path.resolve()  # of a link to a folder, it is the folder that is replaced
-    temporary, old = hidden(path, "tmp"), hidden(path, "old")
-    try:
+    real = Path(os.path.realpath(path))
+    with contextlib.ExitStack() as closing:
         with storage_errors(path):
-            temporary.mkdir()
-        yield temporary
+            space = closing.enter_context(Workspace(real.parent))
+            space.new(0).mkdir()
+        yield space.new(0)
         with storage_errors(path):
-            for file in (part for part in temporary.rglob("*") if part.is_file()):
-                with file.open("rb") as written:
-                    os.fsync(written.fileno())
-            try:
-                if path.exists():
-                    path.rename(old)
-                temporary.rename(path)
-            except BaseException:
-                if old.exists() and not path.exists():
-                    old.rename(path)
-                raise
-        _sync_folder(path.parent)
-    finally:
-        for left in (temporary, old):
-            shutil.rmtree(left, ignore_errors=True)
+            for file in (part for part in space.new(0).rglob("*") if part.is_file()):
+                _flush(file)
+            signals.safe_point()
+            space.place([real.name], overwrite=overwrite)
 
 
-def _rename(pairs: Sequence[tuple[Path, Path]]) -> None:
-    """Rename files, and undo it if one cannot be renamed or somebody interrupts."""
-    kept: list[tuple[Path, Path]] = []
-    try:
-        for _, path in pairs[:-1]:  # the last one has nothing behind it that could fail
-            if path.exists():
-                kept.append((hidden(path, "old"), path))
-                with storage_errors(path):
-                    os.link(path, kept[-1][0])
-        done: list[Path] = []
-        try:
-            for temporary, path in pairs:
-                with storage_errors(path):
-                    done.append(path)
-                    temporary.replace(path)
-        except BaseException:
-            before = {path: old for old, path in kept}
-            for path in done[:-1]:
-                if path in before:
-                    before[path].replace(path)
-                else:
-                    path.unlink(missing_ok=True)
-            raise
-    finally:
-        for old, _ in kept:
-            old.unlink(missing_ok=True)
-
-
-def hidden(path: Path, ending: str) -> Path:
-    """Return a path beside this one for what nobody should see yet, or no more; another one each time."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{ending}")
+def _flush(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
@@ -126,37 +139,45 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 def _reason(error: OSError, path: Path) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "the disk is full. Nothing was left behind; free some space and run the command again"
-    if error.errno == errno.ENOENT:
-        return f"the folder {path.parent} does not exist. Make it first, or choose another --output"
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"no permission to write in {path.parent}. Choose another path"
-    return error.strerror or str(error)
+    if error.errno == errno.ENAMETOOLONG:
+        return f"its name has {len(os.fsencode(path.name))} bytes, which is too long. Choose a shorter one"
+    known = {
+        (errno.ENOSPC, errno.EDQUOT): "the disk is full. Nothing was left behind; free some space and run the command "
+        "again",
+        (errno.ENOENT,): f"the folder {path.parent} does not exist. Make it first, or choose another --output",
+        (errno.EACCES, errno.EPERM, errno.EROFS): f"no permission to write in {path.parent}. Choose another path",
+        (errno.ELOOP,): "it is a link that leads back to itself. Choose another path",
+        (errno.EEXIST, errno.ENOTEMPTY): "it came into being while this ran, and is left as it is. Choose another path",
+    }
+    said = (text for numbers, text in known.items() if error.errno in numbers)
+    return next(said, error.strerror or str(error))
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make the rename itself survive a power cut, where the system can."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def check_output(path: Path, overwrite: bool, inputs: Iterable[object] = (), *, folder: bool = False) -> None:
+def check_output(
+    path: Path,
+    overwrite: bool,
+    inputs: Iterable[object] = (),
+    *,
+    folder: bool = False,
+    note: Callable[[str], None] = lambda _: None,
+) -> None:
     """Refuse an output path before the work is done rather than after it.
+
+    What commands that were killed have left there is put in order first.
 
     Args:
         path: Where the output is to go.
         overwrite: Whether an existing file may be replaced.
         inputs: Those among them that are paths are never replaced.
         folder: Whether the output is a model folder rather than a file.
+        note: Told what was put in order.
 
     Raises:
-        StorageError: if `path` exists and `overwrite` is false, is an input or a folder, or lies in no writable folder.
+        StorageError: if `path` exists and `overwrite` is false, is an input, a folder or anything but a file, lies in
+            no writable folder, or has a name that is too long.
     """
+    check_place(path)
+    recover(Path(os.path.realpath(path)).parent, note)
     for source in (Path(item).resolve() for item in inputs if isinstance(item, (str, Path))):
         if path.resolve() == source:
             raise StorageError(f"the output {path} is one of the inputs; it would be lost. Choose another path")
@@ -168,12 +189,29 @@ def check_output(path: Path, overwrite: bool, inputs: Iterable[object] = (), *, 
         raise StorageError(f"cannot write {path}: it is there and is no model folder. Choose another path")
     if not folder and path.is_dir():
         raise StorageError(f"cannot write {path}: it is a folder. Name a file in it")
+    check_kind(Path(os.path.realpath(path)))
     if path.exists() and not overwrite:
         raise StorageError(f"{path} exists. Choose another path, or replace it with --overwrite")
-    if not path.parent.is_dir():
-        raise StorageError(f"cannot write {path}: the folder {path.parent} does not exist. Make it first")
-    if not os.access(path.parent, os.W_OK):
-        raise StorageError(f"cannot write {path}: no permission to write in {path.parent}")
+    parent = Path(os.path.realpath(path)).parent
+    if not parent.is_dir():
+        raise StorageError(f"cannot write {path}: the folder {parent} does not exist. Make it first")
+    if not os.access(parent, os.W_OK):
+        raise StorageError(f"cannot write {path}: no permission to write in {parent}")
+
+
+def check_place(path: Path) -> None:
+    """Refuse a path that no file or folder can have.
+
+    Raises:
+        StorageError: if its name is too long, or it is a link that leads back to itself.
+    """
+    with storage_errors(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        path.stat()
+    with storage_errors(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        # A file system may look for a name that it would not take.
+        limit = os.pathconf(path.parent, "PC_NAME_MAX") if hasattr(os, "pathconf") else _NAME_MAX
+        if len(os.fsencode(path.name)) > limit:
+            raise OSError(errno.ENAMETOOLONG, "name too long")
 
 
 def beside(path: Path, ending: str) -> Path:

@@ -26,6 +26,7 @@ from ewc_finetune.likelihood import IGNORED, Likelihood, PerToken, get_likelihoo
 from ewc_finetune.modes import evaluating, unchanged
 from ewc_finetune.precision import wide
 from ewc_finetune.probe_file import Probe
+from ewc_finetune.signals import safe_point
 
 # Inputs that go through the model at once, unless it is said; and numbers that are compared at once, in float64.
 AT_ONCE = 32
@@ -183,6 +184,7 @@ def _run(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield which inputs are of a batch, and the model's outputs for them."""
     for start in range(0, count(inputs), batch_size):
+        safe_point()
         part = slice(start, start + batch_size)
         moved = each(lambda tensor: tensor.to(device), take(inputs, part))
         yield part, call(model, layout.present(moved, dtype_of(model)))

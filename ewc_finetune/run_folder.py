@@ -7,12 +7,10 @@ import errno
 import json
 import os
 import platform
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import IO, Any
-from weakref import WeakSet
+from typing import Any
 
 import numpy
 import safetensors
@@ -23,8 +21,10 @@ from ewc_finetune._version import __version__
 from ewc_finetune.checkpoint.state_dict import save_object
 from ewc_finetune.config import to_toml
 from ewc_finetune.errors import StorageError
-from ewc_finetune.files import atomic_write, hidden, storage_errors
-from ewc_finetune.runs import FORMAT, FORMAT_VERSION, read_document, read_lines
+from ewc_finetune.files import atomic_write, check_place, storage_errors
+from ewc_finetune.locks import lock
+from ewc_finetune.runs import FORMAT, FORMAT_VERSION, read_document, read_lines, recover_run
+from ewc_finetune.workspace import Workspace, remove
 
 
 class RunFolder:
@@ -38,16 +38,16 @@ class RunFolder:
         document: What `run.json` says.
     """
 
-    def __init__(self, path: Path, document: dict[str, Any], earlier: Path | None, *, reopened: bool = False) -> None:
+    def __init__(self, path: Path, document: dict[str, Any], *, reopened: bool = False) -> None:
         self._place(path)
         self._reopened = reopened
         self._finished = False
         self.document = document
-        self._earlier = earlier
+        self._earlier: Workspace | None = None
         with storage_errors(path):
             # Without a buffer each line is one write, of which a killed process leaves all or nothing.
             self._metrics = (path / "metrics.jsonl").open("ab", buffering=0)
-        if not lock(self._metrics):
+        if lock(self._metrics) is False:
             self._metrics.close()
             raise StorageError(f"the run {path} is being written by another process; wait for it, or stop it first")
 
@@ -92,29 +92,26 @@ class RunFolder:
         }
         # It is made out of sight, so that nobody ever sees half of it. The folder of an earlier run stands aside until
         # this one has something to put in its place.
-        made, earlier = hidden(path, "tmp"), hidden(path, "old")
-        closing = contextlib.ExitStack()
-        try:
+        real = Path(os.path.realpath(path))  # of a link to a folder, it is the folder that is replaced
+        with contextlib.ExitStack() as undoing:
             with storage_errors(path):
-                made.mkdir()
-            folder = cls(made, document, earlier)
-            closing.callback(folder._metrics.close)
+                space = Workspace(real.parent)
+                undoing.callback(space.close)
+                undoing.callback(space.undo)
+                space.new(0).mkdir()
+            folder = cls(space.new(0), document)
+            undoing.callback(folder._metrics.close)
             folder.update()
             folder._write_options()
-            with storage_errors(path):
-                if overwrite and (path / "run.json").is_file():
-                    _check_idle(path)
-                    folder.update(replaces=earlier.name)
-                    path.rename(earlier)
-                check_run_folder(path, overwrite=False)
-                made.rename(path)
-        except BaseException:
-            closing.close()
-            shutil.rmtree(made, ignore_errors=True)
-            if earlier.exists() and not path.exists():
-                earlier.rename(path)
-            raise
-        folder._place(path)
+            with _idle(real):
+                check_run_folder(path, overwrite)
+                with storage_errors(path):
+                    space.place([real.name], overwrite=overwrite, provisional=True)
+            folder._place(path)
+            folder._earlier = space
+            if not space.has_old:
+                folder._drop_earlier()
+            undoing.pop_all()
         return folder
 
     @classmethod
@@ -124,13 +121,9 @@ class RunFolder:
         Raises:
             StorageError: if it is none, its run is at its end, or under way in another process.
         """
-        folder = cls(path, read_document(path), None, reopened=True)
+        folder = cls(path, read_document(path), reopened=True)
         # Only now does nobody else write it.
         folder.document = read_document(path)
-        replaced = folder.document.get("replaces")
-        if isinstance(replaced, str) and Path(replaced).name == replaced and replaced.startswith(f".{path.name}."):
-            folder._earlier = path.with_name(replaced)
-        folder._tidy()
         if folder.document["status"] == "finished":
             folder._clear(keep_last=bool(folder.document.get("kept_last")))
             folder._metrics.close()
@@ -155,6 +148,16 @@ class RunFolder:
             self.stop(f"failed: {error}" if isinstance(error, Exception) else "interrupted")
         self._metrics.close()
 
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Record, for whoever goes on if it is killed, that the run writes its checkpoint in the block."""
+        self.update(writing=True)
+        try:
+            yield
+        except BaseException:
+            self.document.pop("writing")
+            raise
+
     def log(self, line: Mapping[str, Any]) -> None:
         """Append one line to `metrics.jsonl`."""
         with storage_errors(self.path / "metrics.jsonl"):
@@ -168,6 +171,11 @@ class RunFolder:
         self.document |= values
         with atomic_write(self.path / "run.json") as temporary:
             temporary.write_text(json.dumps(self.document, indent=2) + "\n", encoding="utf-8")
+
+    def keep_trials(self, trials: Sequence[Mapping[str, Any]]) -> None:
+        """Record the runs that a search has made so far."""
+        self.update(trials=list(trials))
+        self._drop_earlier()
 
     def save_state(self, state: Mapping[str, Any]) -> None:
         """Keep what is needed to go on from here: tensors and plain values."""
@@ -224,22 +232,17 @@ class RunFolder:
             results: What to record.
         """
         self.document.pop("trials", None)  # `found` has them now
+        self.document.pop("writing", None)
+        self._drop_earlier()
         self.update(status="finished", ended=_now(), kept_last=keep_last, **results)
         self._finished = True
         self._clear(keep_last)
-        self._tidy()
-        self._drop_earlier()
         self._metrics.close()
 
     def _clear(self, keep_last: bool) -> None:
         """Remove the states of a run that is finished."""
         gone = [self._state, *self.path.glob("best-*.pt"), *(() if keep_last else (self.last,))]
         for path in gone:
-            path.unlink(missing_ok=True)
-
-    def _tidy(self) -> None:
-        """Remove files that a killed process left half written."""
-        for path in self.path.glob(".*.tmp"):
             path.unlink(missing_ok=True)
 
     def stop(self, status: str) -> None:
@@ -250,71 +253,48 @@ class RunFolder:
             with contextlib.suppress(StorageError):  # the disk may be what stopped the run
                 self.update(status=status, ended=_now())
             self._metrics.close()
-        else:
-            self._metrics.close()
-            _give_way(self.path, self._earlier)
+            self._drop_earlier()
+            return
+        self._metrics.close()
+        with contextlib.suppress(OSError):
+            if self._earlier is None:
+                remove(self.path)
+            else:
+                self._earlier.undo()
+                self._earlier.close()
 
     def _drop_earlier(self) -> None:
         if self._earlier is not None:
-            if self._earlier.is_symlink():
-                self._earlier.unlink()
-            shutil.rmtree(self._earlier, ignore_errors=True)
+            self._earlier.settle()
+            self._earlier.close()
             self._earlier = None
 
 
-def _give_way(path: Path, earlier: Path | None) -> None:
-    """Remove a folder, and put back the one of an earlier run."""
-    shutil.rmtree(path, ignore_errors=True)
-    if earlier is not None:
-        with contextlib.suppress(OSError):
-            earlier.rename(path)
-
-
-def _check_idle(path: Path) -> None:
-    """Refuse to replace the folder of a run that is under way."""
+@contextlib.contextmanager
+def _idle(path: Path) -> Iterator[None]:
+    """Keep the run of a folder that is to be replaced from going on; refuse to replace one that is under way."""
     metrics = path / "metrics.jsonl"
-    if metrics.exists():
-        with metrics.open("ab") as file:
-            if not lock(file):
-                raise StorageError(f"the run {path} is being written by another process; wait for it, or stop it first")
+    with metrics.open("ab") if metrics.exists() else contextlib.nullcontext() as file:
+        if file is not None and lock(file) is False:
+            raise StorageError(f"the run {path} is being written by another process; wait for it, or stop it first")
+        yield
 
 
-def lock(file: IO[bytes] | int) -> bool:
-    """Lock a file or folder until it is closed; whether it could be had. Where there are no locks, it can."""
-    try:
-        import fcntl
-    except ImportError:  # no POSIX system
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    if not isinstance(file, int):
-        _locked.add(file)
-    return True
-
-
-# A forked process (that reads samples, say) would hold the lock for as long as it lives, whatever becomes of this one.
-_locked: WeakSet[IO[bytes]] = WeakSet()
-
-
-def _let_go() -> None:
-    for file in list(_locked):
-        file.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
-
-
-def check_run_folder(path: Path, overwrite: bool) -> None:
+def check_run_folder(path: Path, overwrite: bool, note: Callable[[str], None] = lambda _: None) -> None:
     """Refuse a path for a run folder that holds something: whatever it is without `overwrite`, with it what is no run.
 
+    What runs that were killed have left there is put in order first.
+
+    Args:
+        path: Of the run folder.
+        overwrite: Whether the folder of an earlier run may be replaced.
+        note: Told what was put in order.
+
     Raises:
-        StorageError: saying what is there.
+        StorageError: saying what is there, or that there can be nothing of that name.
     """
+    check_place(path)
+    recover_run(path, note)
     if path.exists() and not (overwrite and (path / "run.json").is_file()):
         status = _status(path)
         begun = status.startswith("status: ") and status != "status: finished"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from ewc_finetune.choices import OLD_WORDS
 from ewc_finetune.errors import StorageError
+from ewc_finetune.workspace import recover
 
 FORMAT = "ewc-run"
 FORMAT_VERSION = 1
@@ -33,6 +35,18 @@ class Run:
     path: Path
     document: dict[str, Any]
     lines: list[dict[str, Any]]
+
+
+def recover_run(path: Path, note: Callable[[str], None]) -> None:
+    """Put in order what runs that were killed have left of a run folder and in it.
+
+    Args:
+        path: Of the run folder, which may not be there.
+        note: Told of it, if anything was found.
+    """
+    real = Path(os.path.realpath(path))
+    recover(real.parent, note)
+    recover(real, note)
 
 
 def read_run(folder: str | Path) -> Run:

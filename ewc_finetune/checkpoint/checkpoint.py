@@ -129,7 +129,13 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def save(
-        self, path: Path, model: nn.Module, record: Record, dtypes: Mapping[str, torch.dtype] | None = None
+        self,
+        path: Path,
+        model: nn.Module,
+        record: Record,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+        *,
+        overwrite: bool = True,
     ) -> None:
         """Write a model that `build` gave, trained on, in this format; the same model gives the same bytes.
 
@@ -138,6 +144,7 @@ class Checkpoint(ABC):
             model: On any device.
             record: What is known of it.
             dtypes: Tensors to write in another dtype than they have, by name.
+            overwrite: Whether what is there by then may be replaced.
 
         Raises:
             StorageError: if it cannot be written. Nothing is left behind then.
@@ -152,22 +159,28 @@ class Stateful(Checkpoint):
     """A format that is written from a model's state alone."""
 
     def save(
-        self, path: Path, model: nn.Module, record: Record, dtypes: Mapping[str, torch.dtype] | None = None
+        self,
+        path: Path,
+        model: nn.Module,
+        record: Record,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+        *,
+        overwrite: bool = True,
     ) -> None:
         """See `Checkpoint`."""
-        self.save_state(path, cpu_state(model, dtypes), record)
+        self.save_state(path, cpu_state(model, dtypes), record, overwrite=overwrite)
 
     @abstractmethod
-    def save_state(self, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
+    def save_state(self, path: Path, state: OrderedDict[str, Any], record: Record, *, overwrite: bool = True) -> None:
         """Write a model's state (`cpu_state`); see `save`."""
 
 
 class SingleFile(Stateful):
     """A format of one file to a model."""
 
-    def save_state(self, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
+    def save_state(self, path: Path, state: OrderedDict[str, Any], record: Record, *, overwrite: bool = True) -> None:
         """See `Stateful`."""
-        with atomic_write(path) as temporary:
+        with atomic_write(path, overwrite=overwrite) as temporary:
             self.write(temporary, path, state, record)
 
     @abstractmethod

@@ -203,10 +203,16 @@ class HuggingFace(Checkpoint):
             self.remarks += (f"{self.label}: {few(others)}: none of the model's, kept as it is",)
 
     def save(
-        self, path: Path, model: nn.Module, record: Record, dtypes: Mapping[str, torch.dtype] | None = None
+        self,
+        path: Path,
+        model: nn.Module,
+        record: Record,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+        *,
+        overwrite: bool = True,
     ) -> None:
         """See `Checkpoint`; tokenizer, processor and configs are copied as they are."""
-        with atomic_folder(path) as temporary, storage_errors(path):
+        with atomic_folder(path, overwrite=overwrite) as temporary, storage_errors(path):
             for name in self._travelling():
                 (temporary / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(self.folder / name, temporary / name)

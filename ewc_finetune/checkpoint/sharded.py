@@ -67,13 +67,13 @@ class Sharded(Weights):
             path,
         ]
 
-    def save_state(self, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
+    def save_state(self, path: Path, state: OrderedDict[str, Any], record: Record, *, overwrite: bool = True) -> None:
         """See `Stateful`; every tensor stays in the shard that it was in."""
         found = merged(self.state, self.prefix, state)
         *shards, index = self.outputs(path)
         names = {name: shard.name for (name, _), shard in zip(self._shards, shards, strict=True)}
         weight_map = {tensor: names[shard] for tensor, shard in self._index["weight_map"].items()}
-        with atomic_writes([*shards, index]) as temporaries:
+        with atomic_writes([*shards, index], overwrite=overwrite) as temporaries:
             for number, ((before, metadata), shard) in enumerate(zip(self._shards, shards, strict=True)):
                 own = self._others[before] | {
                     name: found[name] for name, place in weight_map.items() if place == shard.name

@@ -96,10 +96,15 @@ def _is_state(value: object) -> bool:
 
 
 def save_state_dict(
-    path: Path, model: nn.Module, record: Record, dtypes: Mapping[str, torch.dtype] | None = None
+    path: Path,
+    model: nn.Module,
+    record: Record,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    *,
+    overwrite: bool = True,
 ) -> None:
     """Write a model as a plain state dict that carries `record`; see `Checkpoint.save`."""
-    with atomic_write(path) as temporary:
+    with atomic_write(path, overwrite=overwrite) as temporary:
         write_state_dict(temporary, path, cpu_state(model, dtypes), record)
 
 

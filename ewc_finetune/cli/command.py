@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
@@ -15,11 +12,11 @@ import click
 from ewc_finetune.choices import CURVATURE_DTYPES, DEVICES, KFAC_DTYPES
 from ewc_finetune.errors import EwcError
 from ewc_finetune.hub.client import showing
+from ewc_finetune.signals import Interrupted, noted
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 INTERRUPTED = 130
-TERMINATED = 143
 
 
 class Command(click.Command):
@@ -33,42 +30,27 @@ class Command(click.Command):
         ctx.params["printer"] = Printer(*(ctx.params.pop(name) for name in ("quiet", "verbose", "as_json")))
         try:
             quiet = ctx.params["printer"].quiet
-            with _leaving_politely(), showing(bars=not quiet and sys.stderr.isatty(), warnings=not quiet):
+            with showing(bars=not quiet and sys.stderr.isatty(), warnings=not quiet):
                 return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit):
             raise
         except KeyboardInterrupt:
             click.echo("\nInterrupted.", err=True)
             ctx.exit(INTERRUPTED)
-        except (EwcError, OSError) as error:
+        except Exception as error:
+            if noted():  # nobody knows what was made of it on the way
+                raise Interrupted from error
             if debug:
                 traceback.print_exc()
-            else:
+            elif isinstance(error, (EwcError, OSError)):
                 click.echo(f"Error: {error}", err=True)
-            ctx.exit(error.exit_code if isinstance(error, EwcError) else 1)
-        except Exception as error:  # noqa: BLE001 - whatever it is, people get a sentence
-            if debug:
-                traceback.print_exc()
             else:
                 click.echo(
                     f"Error: {type(error).__name__}: {str(error).strip() or 'no message'}\nThis is not an error that "
                     "ewc-ft foresaw; run the command again with --debug and report what it prints.",
                     err=True,
                 )
-            ctx.exit(1)
-
-
-@contextlib.contextmanager
-def _leaving_politely() -> Iterator[None]:
-    """Have SIGTERM leave through every `finally`, as Ctrl-C does, so that no temporary file stays behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals belong to the main thread
-        return
-    previous = signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(TERMINATED))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+            ctx.exit(error.exit_code if isinstance(error, EwcError) else 1)
 
 
 def only_one(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> str:

@@ -32,7 +32,7 @@ def report(runs: tuple[str, ...], output: str | None, overwrite: bool, title: st
     """
     from ewc_finetune.verbs.report import report as run
 
-    made = run(list(runs), output=output, overwrite=overwrite, title=title)
+    made = run(list(runs), output=output, overwrite=overwrite, title=title, progress=printer)
     printer.note(made.sentence)
     printer.note(f"{made.path}: {made.path.stat().st_size:,} bytes")
     printer.result(made.to_json())

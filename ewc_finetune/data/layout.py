@@ -16,6 +16,7 @@ from ewc_finetune.devices import random_state_kept
 from ewc_finetune.errors import ArchitectureError, DataError
 from ewc_finetune.inputs import Inputs, call, each
 from ewc_finetune.modes import evaluating, unchanged
+from ewc_finetune.signals import safe_point
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,7 @@ def feed(batches: Iterable[Batch], layout: Layout, model: nn.Module, device: tor
     """Bring batches of samples to the device, presented as the model wants them."""
     dtype = dtype_of(model)
     for samples, labels in batches:
+        safe_point()
         moved = each(lambda tensor: tensor.to(device), samples)
         yield layout.present(moved, dtype), None if labels is None else labels.to(device)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import quote
 
-from ewc_finetune.errors import HubError
-from ewc_finetune.files import hidden, sha256
+from ewc_finetune.errors import HubError, StorageError
+from ewc_finetune.files import atomic_write, sha256
 from ewc_finetune.hub.address import HubAddress, is_commit
 from ewc_finetune.hub.client import PATIENCE, UnreachableError, api, endpoint, hub_errors, is_offline, patiently
 
@@ -179,11 +179,10 @@ def remember(found: Repository) -> None:
     if is_commit(revision) or found.cached is not None:
         return
     ref = _folder_of(found.address) / "refs" / revision
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, StorageError):
         ref.parent.mkdir(parents=True, exist_ok=True)
-        temporary = hidden(ref, "tmp")
-        temporary.write_text(found.commit)
-        temporary.replace(ref)
+        with atomic_write(ref) as temporary:
+            temporary.write_text(found.commit)
 
 
 def _folder_of(address: HubAddress) -> Path:

@@ -151,7 +151,7 @@ def consolidate(
     """
     progress = progress or Silent()
     if output is not None:
-        check_output(Path(output), overwrite, [model])
+        check_output(Path(output), overwrite, [model], note=progress.note)
     check_choice("curvature", curvature, CURVATURES)
     check_choice("estimator", estimator, ESTIMATORS)
     check_choice("curvature dtype", curvature_dtype, CURVATURE_DTYPES)
@@ -274,7 +274,7 @@ def consolidate(
             probes=probes,
         )
     validate(anchor)
-    return anchor if output is None else anchor.save(output)
+    return anchor if output is None else anchor.save(output, overwrite=overwrite)
 
 
 def _probes(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from ewc_finetune import signals
 from ewc_finetune.address import suggest
 from ewc_finetune.anchor import Anchor
 from ewc_finetune.checkpoint.checkpoint import check_ending
@@ -43,7 +44,7 @@ from ewc_finetune.probe import Retention
 from ewc_finetune.probe_file import records_of
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.run_folder import RunFolder, check_run_folder
-from ewc_finetune.runs import Run, read_run
+from ewc_finetune.runs import Run, read_run, recover_run
 from ewc_finetune.schedule import Schedule, Training, is_number
 from ewc_finetune.stack import spread_lambdas
 from ewc_finetune.tensorboard import TensorBoard
@@ -195,7 +196,7 @@ def finetune(
     arguments["model"] = model = pinned_model(model, progress)
     given, arguments["anchors"] = fetched_anchors(listed(anchors))
     options = asked(arguments, schedule)
-    earlier = None if resume is None else read_run(Path(resume))
+    earlier = None if resume is None else _stopped(Path(resume), progress)
     output = None if output is None else Path(output)
     if earlier is not None:
         output = _resumed(earlier, output, options, schedule, before_start is not None, progress)
@@ -206,7 +207,7 @@ def finetune(
     scored, chosen = also_selected(scored, specs, select_on, data_dir)
     start, fresh = open_start(model, architecture, trust_code, stacked, domain, seed)
     if output is not None:
-        _check_output(output, start, overwrite, [model, *given], earlier)
+        overwrite = _check_output(output, start, overwrite, [model, *given], earlier, progress)
     schedule = replace(schedule, norm_stats=schedule.norm_stats or ("update" if fresh else "frozen"))
     selection = _selection(schedule, data, scored, specs, chosen)
     rule = get_likelihood(likelihood_of(likelihood, stacked, start))
@@ -221,8 +222,9 @@ def finetune(
     with contextlib.ExitStack() as closing:
         folder = None
         if output is not None and before_start is None:
-            folder = closing.enter_context(_folder(output, overwrite, earlier, options, arguments, identities))
-            closing.enter_context(_hint(folder, progress))
+            folder = closing.enter_context(
+                _under_way(output, overwrite, earlier, options, arguments, identities, progress)
+            )
         search = None
         if lambdas == "auto" and before_start is None:
             search = search_by_trials(domain, scored, stacked, strengths, arguments, schedule, aim, folder, progress)
@@ -270,7 +272,7 @@ def finetune(
         with _put_back(journal):
             steps = _train(job, schedule, rule, shuffle, journal, state, history, progress)
             if output is not None and folder is not None:
-                _write(job, schedule, journal, folder, output, steps, progress)
+                _write(job, schedule, journal, folder, output, overwrite, steps, progress)
     return Finetuned(
         model=job.start.model,
         before=journal.before,
@@ -286,6 +288,12 @@ def finetune(
         output=output,
         run=None if folder is None else folder.path,
     )
+
+
+def _stopped(path: Path, progress: Progress) -> Run:
+    """Read the run that is to go on."""
+    recover_run(path, progress.note)
+    return read_run(path)
 
 
 def _resumed(
@@ -383,12 +391,21 @@ def _train(
 
 
 def _write(
-    job: Setup, schedule: Schedule, journal: Journal, folder: RunFolder, output: Path, steps: int, progress: Progress
+    job: Setup,
+    schedule: Schedule,
+    journal: Journal,
+    folder: RunFolder,
+    output: Path,
+    overwrite: bool,
+    steps: int,
+    progress: Progress,
 ) -> None:
     """Write the checkpoint, and close the run folder."""
     start = job.start
     layers = movements(start.model, journal.start_weights, job.penalty)
-    (save_state_dict if start.checkpoint is None else start.checkpoint.save)(output, start.model, job.record)
+    save = save_state_dict if start.checkpoint is None else start.checkpoint.save
+    with folder.writing():
+        save(output, start.model, job.record, overwrite=overwrite)
     try:
         draw_run(folder.path / "figure.png", journal.history, f"Fine-tuning on {job.domain.name}")
     except StorageError as error:  # the model is there, which is what counts
@@ -403,6 +420,25 @@ def _write(
         retention=[asdict(found) for found in journal.retention] or None,
         layers=layers,
     )
+
+
+@contextlib.contextmanager
+def _under_way(
+    output: Path,
+    overwrite: bool,
+    earlier: Run | None,
+    options: dict[str, Any],
+    arguments: Mapping[str, Any],
+    identities: Mapping[str, Any],
+    progress: Progress,
+) -> Iterator[RunFolder]:
+    """Have the run folder while the run is under way, in which a signal waits until it can be left in order."""
+    with (
+        signals.deferred(),
+        _folder(output, overwrite, earlier, options, arguments, identities) as folder,
+        _hint(folder, progress),
+    ):
+        yield folder
 
 
 def _folder(
@@ -443,23 +479,33 @@ def written_as(start: Opened, output: Path) -> list[Path]:
     return [output] if start.checkpoint is None else start.checkpoint.outputs(output)
 
 
-def _check_output(output: Path, start: Opened, overwrite: bool, inputs: Sequence[object], earlier: Run | None) -> None:
-    """Check the checkpoint's path, and that the run folder beside it takes nothing away."""
-    overwrite = overwrite or earlier is not None  # a run that was stopped may have written it
+def _check_output(
+    output: Path, start: Opened, overwrite: bool, inputs: Sequence[object], earlier: Run | None, progress: Progress
+) -> bool:
+    """Check the checkpoint's path, and that the run folder beside it takes nothing away.
+
+    Returns:
+        Whether what is there may be replaced, be it that a run that was stopped was allowed to, or may have written it.
+    """
+    if earlier is not None:
+        then = earlier.document
+        written = bool(then.get("writing")) or then["status"] == "finished"  # which `RunFolder.reopen` refuses
+        overwrite = overwrite or written or bool(then["options"].get("overwrite"))
     kind = start.checkpoint or StateDict
     for path in written_as(start, output):
-        check_output(path, overwrite, inputs, folder=kind.format == HuggingFace.format)
+        check_output(path, overwrite, inputs, folder=kind.format == HuggingFace.format, note=progress.note)
     if isinstance(start.checkpoint, HuggingFace):
         start.checkpoint.check_folder(output)
     check_ending(output, kind.format, kind.ending)
     folder = beside(output, ".run")
     if earlier is None:
-        check_run_folder(folder, overwrite)
+        check_run_folder(folder, overwrite, progress.note)
     if folder == output:
         raise UsageError(f"the output {output} would stand where its run folder goes. Let it end in .pt, say")
     for source in inputs:
         if isinstance(source, (str, Path)) and folder.resolve() in Path(source).resolve().parents:
             raise StorageError(f"{source} lies in the run folder {folder} of this output. Choose another path")
+    return overwrite
 
 
 def _strengths(lambdas: float | Sequence[float] | Literal["auto"] | None, anchors: Sequence[Anchor]) -> list[float]:

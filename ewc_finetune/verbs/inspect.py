@@ -20,6 +20,7 @@ from ewc_finetune.files import check_output
 from ewc_finetune.hub.address import HubAddress, is_address
 from ewc_finetune.hub.anchor_files import Peeked, peek
 from ewc_finetune.probe_file import ProbeFile, bytes_of, describe, records_of
+from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.provenance import Provenance
 from ewc_finetune.tensor_file import TensorFile, shapes_of
 
@@ -123,6 +124,7 @@ def inspect(
     plot: str | Path | None = None,
     overwrite: bool = False,
     verify: bool = False,
+    progress: Progress | None = None,
 ) -> Inspection:
     """Say what is in an anchor: from its header and eigenvalues, and all of its curvature if it has no importance.
 
@@ -133,14 +135,16 @@ def inspect(
         plot: File to draw the importance of each layer in: `.png`, `.pdf`, `.svg`.
         overwrite: Whether that file may be replaced.
         verify: Whether to read all tensors, and compare them with the checksums that the file has.
+        progress: Told what happens.
 
     Raises:
         EwcError: naming what is wrong with the file.
     """
+    progress = progress or Silent()
     file = str(file) if isinstance(file, HubAddress) else file
     if plot is not None:
         figure_format(Path(plot))
-        check_output(Path(plot), overwrite, [file])
+        check_output(Path(plot), overwrite, [file], note=progress.note)
     there = _on_the_hub(file) if is_address(file) else None
     source = open_source(Path(file)) if there is None else there.source
     anchor = Anchor.of(source, Path(file)) if there is None else Anchor.of(source, place=there.place)
@@ -164,7 +168,8 @@ def inspect(
         verified=f"{verdict(KEY in source.metadata)}; sha256 {Anchor.load(file).digest}" if verify else None,
     )
     if plot is not None:
-        draw_importance(Path(plot), origin.importance, f"{origin.name}: share of the curvature by layer")
+        title = f"{origin.name}: share of the curvature by layer"
+        draw_importance(Path(plot), origin.importance, title, overwrite=overwrite)
     return found
 
 

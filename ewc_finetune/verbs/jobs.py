@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection, resource_tracker
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -19,11 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ewc_finetune import signals
 from ewc_finetune.errors import UsageError
 from ewc_finetune.progress import Progress, Silent
 
 # How long a process that is told to stop may take to leave its run folder in order.
 _PATIENCE = 10.0
+# Seconds after which it is seen whether a signal came.
+_BETWEEN_LOOKS = 0.2
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,9 @@ def _in_processes(
                     workers.append(_Worker(model, data, threads))
                 workers[-1].begin(waiting.popleft())
                 started(workers[-1].job)
-            ready = connection.wait([worker.connection for worker in workers])
+            # The system takes the wait up again after a signal, so that it must end by itself.
+            while not (ready := connection.wait([worker.connection for worker in workers], _BETWEEN_LOOKS)):
+                signals.safe_point()
             for worker in [worker for worker in workers if worker.connection in ready]:
                 failure, alive = worker.result()
                 done = worker.job
@@ -182,7 +188,10 @@ def _deaf_to_interrupts() -> Iterator[None]:
 
 def _work(orders: connection.Connection, model: Any, data: Any, threads: int) -> None:
     """Make fine-tunes as they are asked for, in a process of its own."""
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(143))
+    signals.run(partial(_obey, orders, model, data, threads), silent=True)
+
+
+def _obey(orders: connection.Connection, model: Any, data: Any, threads: int) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     with contextlib.suppress(EOFError):

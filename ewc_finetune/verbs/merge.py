@@ -134,7 +134,7 @@ def merge(
         raise UsageError("every lambda is 0, so nothing would be left")
     if architecture is not None and checkpoint is None:
         raise UsageError("an architecture is for the checkpoint, and none is to be written; name one with --checkpoint")
-    _check_outputs([output, checkpoint], overwrite, given)
+    _check_outputs([output, checkpoint], overwrite, given, progress)
     parents = [anchor if isinstance(anchor, Anchor) else Anchor.open(anchor) for anchor in given]
     for remark in [r for parent in parents for r in parent.remarks] + remarks(parents, "latest" if online else lineage):
         progress.note(remark)
@@ -188,7 +188,7 @@ def merge(
     validate(merged)
     model = None if checkpoint is None else _model(merged, parents, strengths, architecture, Path(checkpoint))
     paths = [Path(path) for path in (output, checkpoint) if path is not None]
-    with atomic_writes(paths) as temporaries:
+    with atomic_writes(paths, overwrite=overwrite) as temporaries:
         if output is not None:
             with storage_errors(paths[0]):
                 merged = merged.write(temporaries[0], paths[0])
@@ -241,12 +241,12 @@ def _sum_blocks(
 
 
 def _check_outputs(
-    outputs: Sequence[str | Path | None], overwrite: bool, anchors: Sequence[Anchor | str | Path]
+    outputs: Sequence[str | Path | None], overwrite: bool, anchors: Sequence[Anchor | str | Path], progress: Progress
 ) -> None:
     written = [Path(path) for path in outputs if path is not None]
     sources = [item.path if isinstance(item, Anchor) else item for item in anchors]
     for path in written:
-        check_output(path, overwrite, sources)
+        check_output(path, overwrite, sources, note=progress.note)
     if outputs[0] is not None and Path(outputs[0]).suffix in (".pt", ".pth", ".ckpt", ".bin"):
         raise UsageError(f"the output {outputs[0]} is an anchor, named as a checkpoint; let it end in .safetensors")
     if len({path.resolve() for path in written}) < len(written):

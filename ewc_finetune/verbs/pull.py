@@ -63,7 +63,7 @@ def pull(
     progress = progress or Silent()
     address = place if isinstance(place, HubAddress) else parse_address(place.removeprefix(HUB).removeprefix("//"))
     path = default_output(str(address)) if output is None else Path(output)
-    check_output(path, overwrite)
+    check_output(path, overwrite, note=progress.note)
     progress.note(f"fetching {address}")
     found = fetch_anchor(str(address))
     anchor = Anchor.of_hub(found)
@@ -72,7 +72,7 @@ def pull(
     if anchor.provenance.weights_reference is not None:
         progress.note(f"{found.place}: its weights are not in it; they are fetched from the Hub when it is used")
     digest, size = hashlib.sha256(), 0
-    with atomic_write(path) as temporary, temporary.open("wb") as file:
+    with atomic_write(path, overwrite=overwrite) as temporary, temporary.open("wb") as file:
         for block in found.source.as_one_file():
             digest.update(block)
             size += file.write(block)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 from typing import Any
 
 from ewc_finetune.anchor import Anchor, groups_of, open_source, validate
@@ -29,6 +29,7 @@ from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.provenance import Provenance
 from ewc_finetune.shards import INDEX, cut, write_groups
 from ewc_finetune.verbs.inspect import Inspection, inspect
+from ewc_finetune.workspace import Workspace, recover
 
 # As the Hub shards models.
 LARGEST_SHARD = "5GB"
@@ -109,15 +110,18 @@ def push(
     progress = progress or Silent()
     address = _target(repository, revision)
     limit = parse_size(max_shard_size)
-    with TemporaryDirectory(prefix="ewc-ft-push-") as folder:
-        path = _as_file(anchor, probes, Path(folder), progress)
+    scratch = Path(gettempdir())
+    recover(scratch, progress.note)
+    with Workspace(scratch) as space:
+        folder = space.path
+        path = _as_file(anchor, probes, folder, progress)
         found = inspect(path)
         source = open_source(path)
         if source.header.data <= limit and not path.name.endswith(INDEX):
             names = {f"{STEM}.safetensors": path}
         else:
-            with storage_errors(Path(folder)):
-                names = {file.name: file for file in cut(source, Path(folder), STEM, limit)}
+            with storage_errors(folder):
+                names = {file.name: file for file in cut(source, folder, STEM, limit)}
         place = Published(
             address.repository,
             address.revision,
@@ -130,7 +134,7 @@ def push(
         with _making(address, private, create_pr, progress):
             for _ in range(_TRIES):
                 source.check_unchanged()
-                done = _push_once(names, found, place, Path(folder), message, create_pr, probes, progress)
+                done = _push_once(names, found, place, folder, message, create_pr, probes, progress)
                 if done is not None:
                     return done
     raise HubError(f"{address.repository} is changed by others again and again. Run the command again later")

@@ -11,10 +11,11 @@ from typing import Any
 
 from ewc_finetune.errors import StorageError, UsageError
 from ewc_finetune.files import atomic_write, check_output
+from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.reporting.comparison import grouped
 from ewc_finetune.reporting.outcome import Outcome, outcome_of
 from ewc_finetune.reporting.page import GENERATOR, Part, part_of, render
-from ewc_finetune.runs import Run, read_run
+from ewc_finetune.runs import Run, read_run, recover_run
 
 NAME = "report.html"
 
@@ -67,6 +68,7 @@ def report(
     output: str | Path | None = None,
     overwrite: bool = False,
     title: str | None = None,
+    progress: Progress | None = None,
 ) -> Report:
     """Say what came of runs on one page of HTML, which fetches and runs nothing.
 
@@ -78,6 +80,7 @@ def report(
             them. There an earlier report is replaced.
         overwrite: Whether any other file may be replaced.
         title: Of the page.
+        progress: Told what happens.
 
     Returns:
         The report, with its file and the outcome in one sentence.
@@ -85,18 +88,21 @@ def report(
     Raises:
         EwcError: naming what is wrong with a run.
     """
+    progress = progress or Silent()
     named = [Path(item) for item in ([runs] if isinstance(runs, (str, Path)) else runs)]
+    for folder in named:
+        recover_run(folder, progress.note)
     folders = _run_folders(named)
     path = Path(output) if output is not None else _place(named, folders)
     derived = output is None and _is_ours(path)
     inputs = [folder / name for folder in folders for name in ("run.json", "metrics.jsonl", "figure.png", "last.pt")]
-    check_output(path, overwrite or derived, inputs)
+    check_output(path, overwrite or derived, inputs, note=progress.note)
     read = [read_run(folder) for folder in folders]
     begun = [run for run in read if run.document.get("found") is not None]
     outcomes = [_in_its_sweep(outcome_of(run)) for run in begun or map(_begun, read)]
     parts = [part_of(group) for group in grouped(outcomes)]
     page = render(parts, title)
-    with atomic_write(path) as temporary:
+    with atomic_write(path, overwrite=overwrite or derived) as temporary:
         temporary.write_bytes(page.encode("utf-8", errors="replace"))
     return Report(path, parts[0].sentence, parts)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from ewc_finetune.verbs.pinning import pinned_model
 from ewc_finetune.verbs.recording import asked_by
 from ewc_finetune.verbs.resuming import SOUND
 from ewc_finetune.verbs.sweep_folder import DOCUMENT, FIGURE, TABLE, SweepFolder, check_sweep_folder
+from ewc_finetune.workspace import recover, remove
 
 DEFAULT_LAMBDAS = (1.0, 10.0, 100.0, 1000.0, 10000.0)
 # Options in which the runs of a sweep differ.
@@ -106,8 +106,10 @@ def sweep(
     model, stacks = pinned_model(model, progress), as_stacks(anchors, progress)
     points = grid(stacks, lambdas, penalty_forms, seeds, plain)
     check_sweep_folder(path)
+    recover(path.parent, progress.note)
+    recover(path, progress.note)
     ending = _ending(model, stacks[0])
-    place = path.with_name(f".{path.name}.try{ending}")  # a path like those of the runs, where nothing is
+    place = path.with_name(f".ewc-ft-try{ending}")  # a path like those of the runs, where nothing is
     looks = _looks(points, model, data, {**options, "output": place}, progress)
     folder = SweepFolder(path, points, *_domains(looks, data))
     # What only asks makes no folder, which is what another sweep would be kept out by.
@@ -129,7 +131,7 @@ def sweep(
             before_start(_estimate(looks, todo, points, folder, jobs))
         folder.left_out |= {run.path.name.removesuffix(".run") for run in plan.stale}
         for killed in folder.without_record():
-            shutil.rmtree(killed, ignore_errors=True)
+            remove(killed)
         with _ending_well(folder, progress):
             folder.write("running")
             _make(folder, todo, model, data, jobs, progress)

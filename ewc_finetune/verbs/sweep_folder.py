@@ -6,19 +6,21 @@ import contextlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ewc_finetune import signals
 from ewc_finetune.errors import StorageError
 from ewc_finetune.files import atomic_write, beside, storage_errors
+from ewc_finetune.locks import lock
 from ewc_finetune.reporting.outcome import outcome_of
 from ewc_finetune.reporting.tradeoff import Row, Tradeoff, trade_off
-from ewc_finetune.run_folder import lock, versions
+from ewc_finetune.run_folder import versions
 from ewc_finetune.runs import Run, read_run
 from ewc_finetune.verbs.grid import Point, stack_label
+from ewc_finetune.workspace import remove
 
 FORMAT = "ewc-sweep"
 FORMAT_VERSION = 1
@@ -98,9 +100,10 @@ class SweepFolder:
             return
         handle = os.open(self.path, os.O_RDONLY)
         try:
-            if not lock(handle):
+            if lock(handle) is False:
                 raise StorageError(f"the sweep {self.path} is being made by another process; wait for it, or stop it")
-            yield
+            with signals.deferred():
+                yield
         finally:
             os.close(handle)
 
@@ -115,7 +118,7 @@ class SweepFolder:
         for path in self.path.iterdir():
             if path.name == output.name or shard.fullmatch(path.name):
                 if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path, ignore_errors=True)
+                    remove(path)
                 else:
                     path.unlink(missing_ok=True)
 

@@ -102,7 +102,7 @@ def search_by_trials(
             made = make(strength)
             remembered.append(made)
             if folder is not None:
-                folder.update(trials=[trial.to_json() for trial in remembered])
+                folder.keep_trials([trial.to_json() for trial in remembered])
         return made
 
     return search_lambda(run, aim, progress)
