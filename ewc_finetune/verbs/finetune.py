@@ -148,8 +148,9 @@ def finetune(
             half as many epochs, on samples that are held out of it; see `search_lambda`.
         tolerance: Of `auto`: the share of the plain run's accuracy that may be lost.
         retain: The share of the answers to the anchors' probes (`consolidate --probe`) that must stay as they were:
-            `auto` looks for the smallest lambda that keeps it. A run that has less of them, and no more for three
-            evaluations, is stopped; one that ends with less is refused.
+            `auto` looks for the smallest lambda that keeps it, in up to seven short runs, and goes no further if none
+            does. A run that has less of them, and no more for three evaluations, is stopped; one that ends with less
+            is refused.
         penalty_form: `gradient` adds the penalty's gradient to the loss's; `proximal` takes the exact implicit step of
             the penalty after each of the optimizer's, which is stable at any lambda.
         lineage: What an anchor pulls to that had a part in a later one: `all` to its own weights, `latest` to the later
@@ -212,7 +213,7 @@ def finetune(
     rule = get_likelihood(likelihood_of(likelihood, stacked, start))
     where = choose_device(device)
     _check_retain(retain, stacked)
-    aim = aim_of(arguments, chosen)
+    aim = aim_of(arguments, chosen, stacked)
     identities = (
         {}
         if output is None and before_start is None

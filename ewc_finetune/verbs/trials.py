@@ -18,8 +18,9 @@ from ewc_finetune.progress import OnlyBars, Progress
 from ewc_finetune.run_folder import RunFolder
 from ewc_finetune.schedule import Schedule, is_number
 from ewc_finetune.stack import of_one_head
+from ewc_finetune.verbs.aims import Aim, Best, Retaining, Trial, Within
 from ewc_finetune.verbs.head import head_names
-from ewc_finetune.verbs.lambda_search import RUNS, Aim, Best, Retaining, Search, Trial, Within, search_lambda, split
+from ewc_finetune.verbs.lambda_search import RUNS, Search, search_lambda, split
 
 # Arguments of `finetune` that a short run takes over.
 _TAKEN_OVER = (
@@ -113,12 +114,13 @@ def _grown(model: nn.Module, head: str) -> tuple[str, ...]:
     return head_names(find_head(model)) if head == "expand" else ()
 
 
-def aim_of(arguments: Mapping[str, Any], chosen: Sequence[str]) -> Aim:
+def aim_of(arguments: Mapping[str, Any], chosen: Sequence[str], anchors: Sequence[Anchor]) -> Aim:
     """Return what a search is to look for.
 
     Args:
         arguments: Of the `finetune` that it is for.
         chosen: Names of the domains to select on.
+        anchors: That it is held by.
 
     Raises:
         UsageError: if two aims are asked for, or a share that is none.
@@ -129,8 +131,18 @@ def aim_of(arguments: Mapping[str, Any], chosen: Sequence[str]) -> Aim:
     if share is not None and chosen:
         raise UsageError("--lambda auto goes by --retain or by --select-on, not by both; leave one of them out")
     if share is not None:
-        return Retaining(share)
+        return Retaining(share, _holding_better(anchors, arguments["penalty_form"]))
     return Best(chosen) if chosen else Within(tolerance)
+
+
+def _holding_better(anchors: Sequence[Anchor], form: str) -> list[str]:
+    """Say what keeps more of what these anchors hold than any lambda does."""
+    found = ["anchors with more inputs in the probe (consolidate --probe), of which each counts for less"]
+    if any(anchor.provenance.curvature != "kfac" for anchor in anchors):
+        found.append("anchors of K-FAC (consolidate --curvature kfac)")
+    if form == "gradient":
+        found.append("--penalty-form proximal, whose steps are exact at any lambda")
+    return found
 
 
 def shorter(epochs: int) -> int:
@@ -139,5 +151,5 @@ def shorter(epochs: int) -> int:
 
 
 def trials_cost(epochs: int) -> int:
-    """Return how many epochs all the short runs have together."""
+    """Return how many epochs all the short runs have together, if none beyond `RUNS` are needed."""
     return (1 + RUNS) * shorter(epochs)
