@@ -26,7 +26,6 @@ from ewc_finetune.checkpoint.sharded import Sharded
 from ewc_finetune.checkpoint.state_dict import StateDict, find_state
 from ewc_finetune.checkpoint.torchscript import TorchScript
 from ewc_finetune.checkpoint.weights import Weights
-from ewc_finetune.choices import LikelihoodName
 from ewc_finetune.devices import random_state_kept
 from ewc_finetune.errors import CheckpointError
 from ewc_finetune.files import sha256
@@ -84,8 +83,10 @@ class Opened:
         return {} if self.checkpoint is None else self.checkpoint.versions
 
     @property
-    def likelihood(self) -> LikelihoodName:
-        """How its outputs are meant, unless somebody says otherwise."""
+    def likelihood(self) -> str:
+        """How its outputs are meant, unless somebody says otherwise: as it was trained, else what its task takes."""
+        if self.record.likelihood is not None:
+            return self.record.likelihood
         return "categorical" if self.purpose is None else self.purpose.likelihood
 
     @property

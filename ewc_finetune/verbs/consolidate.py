@@ -126,8 +126,9 @@ def consolidate(
         rtol: See `samples`.
         rules: Whether to use layer rules, which are fast; without them each parameter takes the fallback.
         batch_size: Samples at once; matters to the result for `batched` alone.
-        likelihood: How outputs become log p(y | x); what the model's task takes unless given (per-token for language
-            models of transformers, bernoulli for several labels), else categorical.
+        likelihood: How outputs become log p(y | x); unless given the one that `finetune` trained the checkpoint with,
+            else what the model's task takes (per-token for language models of transformers, bernoulli for several
+            labels), else categorical.
         exclude: Patterns (`head.*`) of parameters to leave free.
         lineage: Anchors that a module was already trained under (`Finetuned.lineage`); a file carries its own.
         head: Of a module that was given a new last layer (`Finetuned.head`); likewise.
@@ -173,8 +174,8 @@ def consolidate(
         )
     reference = refer_to_hub(opened) if anchor_weights == "reference" else None
     domain = resolve_domain(data, "train", data_dir)
-    likelihood = likelihood or opened.likelihood
-    rule = domain.likelihood(get_likelihood(likelihood))
+    likelihood_name = likelihood or opened.likelihood
+    rule = domain.likelihood(get_likelihood(likelihood_name))
     excluded = _excluded(opened.model, exclude)
     where = choose_device(device)
     limit = samples if isinstance(samples, int) else None
@@ -241,7 +242,7 @@ def consolidate(
                 "size": domain.size,
                 "fingerprint": fingerprint.hexdigest() if found.samples else None,
             },
-            likelihood=likelihood,
+            likelihood=likelihood_name,
             estimator="none" if curvature == "identity" else found.estimator,
             curvature=curvature,
             draws=draws if found.estimator == "sampled" else None,

@@ -61,6 +61,7 @@ from ewc_finetune.verbs.resuming import check_identities, check_left, check_opti
 from ewc_finetune.verbs.selection import Selection, selecting
 from ewc_finetune.verbs.setup import Setup, set_up
 from ewc_finetune.verbs.start import known, likelihood_of, open_start
+from ewc_finetune.verbs.training_loss import TrainingLoss, training_loss, warning_of
 from ewc_finetune.verbs.trials import aim_of, search_by_trials, trials_cost
 from ewc_finetune.verbs.watching import also_selected, watched_domains
 
@@ -81,7 +82,8 @@ class Finetuned:
         history: The lines of `metrics.jsonl`.
         search: How lambda was found, if it was looked for.
         steps: Optimizer steps taken.
-        step: The one whose state this is: the last, or the best.
+        step: The one whose state this is: the last, or the best; 0 is the start.
+        training_loss: How the loss of its own batches went; None if no step was taken.
         retention: What the state has kept of the answers to the anchors' probes.
         norm_stats: What was done with normalisation statistics.
         lineage: The anchors that have pulled on the model, for `consolidate`; a checkpoint file carries them itself.
@@ -97,6 +99,7 @@ class Finetuned:
     search: Search | None
     steps: int
     step: int
+    training_loss: TrainingLoss | None
     retention: list[Retention]
     norm_stats: NormStats
     lineage: list[dict[str, Any]]
@@ -161,8 +164,8 @@ def finetune(
         freeze: Patterns (`features.*`) of parameters that this run does not train.
         architecture: What to build for a checkpoint that doesn't carry it.
         trust_code: Whether code in the checkpoint may run (a pickled module).
-        likelihood: How outputs become the loss, -log p(y | x); the anchors' unless given, without any that of the
-            model's task (see `consolidate`).
+        likelihood: How outputs become the loss, -log p(y | x); the anchors' unless given, without any as in
+            `consolidate`.
         eval_on: Domains to score before training and at each evaluation, a list of specs or datasets or a dict of such
             by name (specs mean their test split unless they say); the test split of `data` unless given, where it has
             one.
@@ -280,6 +283,7 @@ def finetune(
         search=search,
         steps=steps,
         step=journal.step,
+        training_loss=training_loss(journal.history),
         retention=journal.retention,
         norm_stats=schedule.norm_stats or "frozen",
         lineage=job.record.lineage,
@@ -379,6 +383,9 @@ def _train(
     if journal.dtypes:
         progress.note("half-precision weights were trained in float32 and are rounded back now")
         journal.look_again()
+    loss = training_loss(journal.history)
+    if loss is not None and loss.worse:
+        progress.note(warning_of(loss, journal.step, journal.last, job.penalty is not None))
     journal.check_retention(journal.step)
     return steps
 
@@ -389,6 +396,7 @@ def _write(
     """Write the checkpoint, and close the run folder."""
     start = job.start
     layers = movements(start.model, journal.start_weights, job.penalty)
+    loss = training_loss(journal.history)
     (save_state_dict if start.checkpoint is None else start.checkpoint.save)(output, start.model, job.record)
     try:
         draw_run(folder.path / "figure.png", journal.history, f"Fine-tuning on {job.domain.name}")
@@ -399,6 +407,7 @@ def _write(
         steps=steps,
         step=journal.step,
         seconds=round(journal.elapsed(), 3),
+        training_loss=None if loss is None else asdict(loss),
         before=[asdict(found) for found in journal.before],
         after=[asdict(found) for found in journal.scores],
         retention=[asdict(found) for found in journal.retention] or None,
