@@ -57,6 +57,7 @@ from ewc_finetune.probe_file import Probe, describe
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.provenance import Provenance
 from ewc_finetune.verbs.dry_run import Estimate, estimate_consolidation, first_batches
+from ewc_finetune.verbs.idle import CONSOLIDATE, say_idle
 from ewc_finetune.verbs.prepare import prepare
 
 DEFAULT_RTOL = 0.02
@@ -149,6 +150,7 @@ def consolidate(
     Raises:
         EwcError: naming what is wrong with the model, the data, an option or the file.
     """
+    given = locals()
     progress = progress or Silent()
     if output is not None:
         check_output(Path(output), overwrite, [model])
@@ -160,10 +162,9 @@ def consolidate(
     _check_sampling(curvature, estimator, draws, samples, rtol)
     if type(probe) is not int or probe < 0:
         raise UsageError(f"probe is {probe}; expected a whole number of inputs to keep, 0 for none")
-    if samples != "auto" and rtol != DEFAULT_RTOL:
-        progress.note(f"rtol {rtol:g} does nothing without samples auto")
     if batch_size < 1:
         raise UsageError(f"batch size is {batch_size}; expected at least 1")
+    say_idle(consolidate, CONSOLIDATE, given, progress)
     opened = open_model(model, architecture, trust_code=trust_code)
     for remark in opened.remarks:
         progress.note(remark)

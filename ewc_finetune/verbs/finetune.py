@@ -38,18 +38,19 @@ from ewc_finetune.figures import draw_run
 from ewc_finetune.files import beside, check_output
 from ewc_finetune.likelihood import Likelihood, get_likelihood
 from ewc_finetune.meters import meters
+from ewc_finetune.modes import normalisation_layers
 from ewc_finetune.precision import float32_weights
 from ewc_finetune.probe import Retention
-from ewc_finetune.probe_file import records_of
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.run_folder import RunFolder, check_run_folder
 from ewc_finetune.runs import Run, read_run
-from ewc_finetune.schedule import Schedule, Training, is_number
+from ewc_finetune.schedule import Schedule, Training
 from ewc_finetune.stack import spread_lambdas
 from ewc_finetune.tensorboard import TensorBoard
 from ewc_finetune.training import Trainer, count_steps
 from ewc_finetune.verbs.dry_run import Estimate, estimate_finetuning
 from ewc_finetune.verbs.evaluate import Score
+from ewc_finetune.verbs.idle import FINETUNE, say_idle
 from ewc_finetune.verbs.journal import Journal
 from ewc_finetune.verbs.lambda_search import DEFAULT_TOLERANCE, Search
 from ewc_finetune.verbs.movement import movements
@@ -215,8 +216,8 @@ def finetune(
     selection = _selection(schedule, data, scored, specs, chosen)
     rule = get_likelihood(likelihood_of(likelihood, stacked, start))
     where = choose_device(device)
-    _check_retain(retain, stacked)
     aim = aim_of(arguments, chosen, stacked)
+    say_idle(finetune, FINETUNE, {**arguments, **training, **_facts(domain, start)}, progress)
     identities = (
         {}
         if output is None and before_start is None
@@ -482,16 +483,9 @@ def _strengths(lambdas: float | Sequence[float] | Literal["auto"] | None, anchor
     return spread_lambdas(lambdas, len(anchors) or 1)[: len(anchors)]
 
 
-def _check_retain(retain: float | None, anchors: Sequence[Anchor]) -> None:
-    if retain is None:
-        return
-    if not is_number(retain) or not 0 < retain <= 1:
-        raise UsageError(f"retain is {retain}; expected a share of answers, more than 0 and up to 1")
-    if not any(probe.get("likelihood") != "gaussian" for anchor in anchors for probe in records_of(anchor.probes)):
-        raise UsageError(
-            "--retain goes by the answers to the probes in the anchors, and there is none in them (regressions have no "
-            "answers to compare); ewc-ft consolidate --probe N keeps one while the old data is at hand"
-        )
+def _facts(domain: Domain, start: Opened) -> dict[str, Any]:
+    """Return what is to be known beside the options to say which of them do nothing."""
+    return {"read": domain.read_singly, "normalised": bool(normalisation_layers(start.model))}
 
 
 def _check_names(training: Mapping[str, Any], others: Mapping[str, Any]) -> None:

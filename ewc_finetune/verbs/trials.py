@@ -14,6 +14,7 @@ from ewc_finetune.data.domain import Domain
 from ewc_finetune.errors import UsageError
 from ewc_finetune.heads import find_head
 from ewc_finetune.penalty import Penalty
+from ewc_finetune.probe_file import records_of
 from ewc_finetune.progress import OnlyBars, Progress
 from ewc_finetune.run_folder import RunFolder
 from ewc_finetune.schedule import Schedule, is_number
@@ -123,16 +124,29 @@ def aim_of(arguments: Mapping[str, Any], chosen: Sequence[str], anchors: Sequenc
         anchors: That it is held by.
 
     Raises:
-        UsageError: if two aims are asked for, or a share that is none.
+        UsageError: if two aims are asked for, or a share that is none or that no probe can tell.
     """
     tolerance, share = arguments["tolerance"], arguments["retain"]
     if not is_number(tolerance) or not 0 < tolerance < 1:
         raise UsageError(f"tolerance is {tolerance}; expected a number, more than 0 and less than 1")
-    if share is not None and chosen:
+    _check_retain(share, anchors)
+    if share is not None and chosen and arguments["lambdas"] == "auto":
         raise UsageError("--lambda auto goes by --retain or by --select-on, not by both; leave one of them out")
     if share is not None:
         return Retaining(share, _holding_better(anchors, arguments["penalty_form"]))
     return Best(chosen) if chosen else Within(tolerance)
+
+
+def _check_retain(retain: float | None, anchors: Sequence[Anchor]) -> None:
+    if retain is None:
+        return
+    if not is_number(retain) or not 0 < retain <= 1:
+        raise UsageError(f"retain is {retain}; expected a share of answers, more than 0 and up to 1")
+    if not any(probe.get("likelihood") != "gaussian" for anchor in anchors for probe in records_of(anchor.probes)):
+        raise UsageError(
+            "--retain goes by the answers to the probes in the anchors, and there is none in them (regressions have no "
+            "answers to compare); ewc-ft consolidate --probe N keeps one while the old data is at hand"
+        )
 
 
 def _holding_better(anchors: Sequence[Anchor], form: str) -> list[str]:
