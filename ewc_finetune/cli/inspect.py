@@ -28,7 +28,7 @@ def inspect(file: str, plot: str | None, overwrite: bool, arch: str | None, trus
     Of an anchor hardly more than the header is read; of one on the Hub (hf://ORG/NAME) no more is fetched.
     """
     from ewc_finetune.checkpoint.opening import is_anchor
-    from ewc_finetune.cli.printer import importance_table
+    from ewc_finetune.cli.layer_table import layer_table
     from ewc_finetune.verbs.inspect import inspect as run
     from ewc_finetune.verbs.inspect_checkpoint import inspect_checkpoint
 
@@ -40,9 +40,9 @@ def inspect(file: str, plot: str | None, overwrite: bool, arch: str | None, trus
     if arch is not None or trust_code:
         raise UsageError(f"{file} is an anchor; --arch and --trust-code are for checkpoints")
     found = run(file, plot=plot, overwrite=overwrite)
-    printer.facts(found.facts)
+    printer.facts(found.described(every_layer=printer.verbose))
     printer.note("")
-    importance_table(printer, found.provenance)
+    layer_table(printer, found.provenance)
     if plot is not None:
         printer.note(f"{plot}: the importance of each layer")
     printer.result(found.to_json())
