@@ -43,7 +43,7 @@ class Training(TypedDict, total=False):
     eval_every: int | None
     patience: int | None
     keep: Keep | None
-    log_every: int
+    log_every: int | None
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,10 @@ class Schedule:
         workers: Processes that read samples ahead; of no use for data that is in memory.
         eval_every: Steps from one evaluation to the next; one after each epoch unless given. The last step has one.
         patience: Stop after so many evaluations that were no better than the best.
-        keep: Which state is written at the end: the `last`, or the `best` of all evaluations; the last unless given,
-            and the best where there is `patience`.
-        log_every: Steps between two lines of the log; the first step has one too.
+        keep: Which state is written at the end: the `last`, or the `best` of all evaluations, that before the first
+            step included; the last unless given, and the best where there is `patience`.
+        log_every: Steps between two lines of the log; the first step has one too. Unless given 50, and fewer in a run
+            that would have less than 20 lines.
 
     Raises:
         UsageError: naming the option, its value and what is expected.
@@ -96,7 +97,7 @@ class Schedule:
     eval_every: int | None = None
     patience: int | None = None
     keep: Keep | None = None
-    log_every: int = 50
+    log_every: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in _COUNTS.items():
@@ -141,6 +142,12 @@ class Schedule:
         """Return how many steps there will be for so many batches an epoch."""
         return None if batches is None else self.epochs * -(-batches // self.accumulate)
 
+    def logged_every(self, total: int | None) -> int:
+        """Return the steps between two lines of the log, of a run of so many."""
+        if self.log_every is not None:
+            return self.log_every
+        return _LOG_EVERY if total is None else max(1, min(_LOG_EVERY, total // _LINES))
+
     def rate(self, step: int, total: int | None) -> float:
         """Return the learning rate of a step, counted from 1.
 
@@ -158,6 +165,8 @@ class Schedule:
         return self.lr * (1 - done if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done)))
 
 
+# Steps between two lines of the log, but for runs that would have fewer lines than these.
+_LOG_EVERY, _LINES = 50, 20
 _COUNTS = {"epochs": 0, "batch_size": 1, "accumulate": 1, "workers": 0, "eval_every": 1, "patience": 1, "log_every": 1}
 _WORDS = {"optimizer": OPTIMIZERS, "decay": DECAYS, "amp": AMPS, "norm_stats": NORM_STATS, "keep": KEEPS}
 

@@ -52,7 +52,7 @@ class Trainer:
         schedule: How long and how fast.
         shuffle: Draws the order of the samples.
         bar: Told of the steps, with task loss and penalty apart.
-        observer: Told of losses every `log_every` steps, and asked to look at the model as the schedule says.
+        observer: Told of losses every few steps, and asked to look at the model as the schedule says.
 
     Raises:
         UsageError: if the learning rate depends on the number of steps, and the data doesn't say how many there are.
@@ -76,6 +76,7 @@ class Trainer:
         self.optimizer = make_optimizer(model, schedule)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=schedule.amp == "fp16")
         self.total = count_steps(domain, schedule)
+        self.log_every = schedule.logged_every(self.total)
         self.norm_stats = schedule.norm_stats or "frozen"
         # Batch statistics of a single sample are no statistics: torch refuses them in training mode.
         self.too_small = 1 if self.norm_stats == "update" and normalisation_layers(model) else 0
@@ -221,7 +222,7 @@ class Trainer:
         self.step += 1
         self.bar.advance(1)
         self.recent.append(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
-        if self.step == 1 or self.step % schedule.log_every == 0:
+        if self.step == 1 or self.step % self.log_every == 0:
             self._report()
 
     def _report(self) -> None:

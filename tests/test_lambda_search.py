@@ -17,8 +17,9 @@ from ewc_finetune.data.domain import as_domain
 from ewc_finetune.errors import RetentionError, UsageError
 from ewc_finetune.probe import Retention
 from ewc_finetune.progress import Silent
+from ewc_finetune.verbs.aims import Best, Retaining, Trial, Within
 from ewc_finetune.verbs.evaluate import Score
-from ewc_finetune.verbs.lambda_search import RUNS, Best, Retaining, Trial, Within, search_lambda, split
+from ewc_finetune.verbs.lambda_search import RUNS, search_lambda, split
 
 
 def score(accuracy, loss=1.0):
@@ -94,11 +95,51 @@ def test_the_smallest_that_retains(edge):
 
 
 def test_nothing_retains():
-    found, asked = searched(lambda _: 0.9, aim=Retaining(0.99), kept_at=lambda s: 0.5)
-    assert not found.met
-    assert asked[1:] == [100, 400, 1600, 6400]
-    assert found.strength == 6400
+    with pytest.raises(RetentionError, match=r"the best, 100, keeps 50\.0% of them in a short run"):
+        searched(lambda _: 0.9, aim=Retaining(0.99), kept_at=lambda s: 0.5)
     assert searched(lambda _: 0.9, aim=Retaining(0.5), kept_at=lambda s: 1.0)[0].strength == 100 / 64
+
+
+def kept(shares, otherwise):
+    """The share that is kept at these lambdas, and elsewhere."""
+    return lambda strength: shares.get(strength, otherwise)
+
+
+def test_more_lambda_may_keep_less():
+    """Where none keeps the share, the best one counts, and what is around it is looked at before it is refused."""
+    asked, aim = [], Retaining(0.95, ["patience"])
+    shares = {0.0: 0.4, 100.0: 0.7, 400.0: 0.8, 1600.0: 0.92, 6400.0: 0.89}
+
+    def kept_at(strength):
+        asked.append(strength)
+        return shares.get(strength, 0.91)
+
+    with pytest.raises(RetentionError) as error:
+        searched(lambda _: 0.9, aim=aim, kept_at=kept_at)
+    assert asked == [0.0, 100, 400, 1600, 6400, 3200, pytest.approx(1600 * math.sqrt(2))]
+    assert "no lambda that was tried keeps 95.0%" in str(error.value)
+    assert "the best, 1.6e+03, keeps 92.0%" in str(error.value)
+    assert "a lower --retain; patience" in str(error.value)
+    assert error.value.exit_code == 1
+
+
+def test_what_lies_between_may_keep_enough():
+    shares = {0.0: 0.4, 100.0: 0.7, 400.0: 0.8, 1600.0: 0.92, 6400.0: 0.89}
+    found, asked = searched(lambda _: 0.9, aim=Retaining(0.95), kept_at=kept(shares, 0.97))
+    assert found.met
+    assert found.strength == 3200
+    assert asked[-1] == 3200  # nothing more is asked once it is there
+    # What keeps the share itself, and leaves nothing to the longer run, is taken if there is no better.
+    found, asked = searched(lambda _: 0.9, aim=Retaining(0.91), kept_at=kept(shares, 0.9))
+    assert (found.met, found.strength, len(asked)) == (False, 1600, 1 + RUNS)
+
+
+def test_the_way_up_goes_on_beside_a_dip():
+    """One that keeps less lies above one that keeps enough: smaller ones are looked for all the same."""
+    shares = {100.0: 0.9, 400.0: 0.92, 1600.0: 0.91, 800.0: 0.99}
+    found, asked = searched(lambda _: 0.9, aim=Retaining(0.95), kept_at=kept(shares, 0.9))
+    assert asked == [None, 100, 400, 1600, 800]
+    assert found.strength == 800
 
 
 @given(st.floats(-2, 3))
@@ -220,6 +261,10 @@ def test_what_a_run_keeps_of_the_answers(tmp_path):
     selected = run(lambdas="auto", epochs=2, select_on=[as_domain(blobs(0), "old")])
     assert selected.search.aim == "the best mean score over the new domain and old"
     assert [score.domain for score in selected.after] == ["old"]
+    with pytest.raises(RetentionError, match=r"the run was not started.*--curvature kfac.*--penalty-form proximal"):
+        run(lambdas="auto", retain=0.9999, epochs=1, output=tmp_path / "never.pt", architecture="x:Y", lr=1.0)
+    assert not (tmp_path / "never.pt").exists()
+    assert not (tmp_path / "never.run" / "metrics.jsonl").read_text()
     with pytest.raises(UsageError, match="--retain or by --select-on, not by both"):
         run(lambdas="auto", retain=0.9, select_on=[as_domain(blobs(0), "old")])
     for wrong in (0, 1.5):

@@ -10,6 +10,8 @@ from html.parser import HTMLParser
 
 import pytest
 from run_folders import (
+    LAYERS,
+    MOVES,
     anchor,
     history,
     origin,
@@ -127,6 +129,17 @@ def test_the_plain_run_beside_one_is_the_one_most_like_it(tmp_path):
     assert "plain fine-tuning kept 41.0% and learned 87.0%" in page_of(held, other, like, output=tmp_path / "a").text
     page = page_of(held, other, output=tmp_path / "b")
     assert "The plain run differs in seed too, beside the penalty." in page.pieces
+
+
+@pytest.mark.parametrize("anchors", [[], [anchor(strength=0.0)]])
+def test_a_plain_run_has_no_importance_to_speak_of(tmp_path, anchors):
+    layers = [
+        {"layer": layer, "parameters": size, "share": 0.0 if anchors else None, "moved": moved, "penalty": 0.0}
+        for (layer, size), moved in zip(LAYERS, MOVES, strict=True)
+    ]
+    page = page_of(write_run(tmp_path / "a.run", anchors=anchors, layers=layers))
+    assert "of the importance sits in" not in page.text
+    assert "output moved most, by 20.8%" in page.text
 
 
 def test_a_run_at_lambda_0_is_plain_and_one_on_other_data_is_not_compared(tmp_path):

@@ -248,7 +248,6 @@ def test_the_best_state_is_kept_and_the_last_one_beside_it(tmp_path):
     options = {"lr": 0.5, "epochs": 12, "eval_every": 3, "select_on": [as_domain(SCORED["held out"], "held out")]}
     done = tuned(keep="best", output=tmp_path / "m.pt", architecture="x:Y", **options)
     merits = {line["step"]: line["scores"]["held out"]["accuracy"] for line in done.history if "scores" in line}
-    del merits[0]
     assert done.step == max(merits, key=merits.get) < done.steps
     assert done.after[0].accuracy == max(merits.values())
     kept, last = (torch.load(path, weights_only=True) for path in (tmp_path / "m.pt", done.run / "last.pt"))
@@ -335,6 +334,7 @@ HARD = {
     "steps": {"eval_every": 3, "accumulate": 2, "clip": 1.0, "warmup": 0.2, "decay": "cosine"},
     "updating": {"norm_stats": "update", "optimizer": "sgd", "eval_every": 2},
     "half": {"amp": "fp16", "eval_every": 2},
+    "best": {"keep": "best", "lr": 1.0, "select_on": [as_domain(SCORED["held out"], "held out")]},
     "early": {"patience": 1, "lr": 0.3, "eval_every": 2, "select_on": [as_domain(SCORED["held out"], "held out")]},
 }
 
@@ -701,15 +701,15 @@ def test_names_that_are_alike(tmp_path):
     )
     assert [score.domain for score in done.after] == ["data 1", "data 1 (2)"]
     by_right = {line["step"]: line["scores"]["data 1 (2)"]["accuracy"] for line in done.history if "scores" in line}
-    assert by_right[done.step] == max(list(by_right.values())[1:])
+    assert by_right[done.step] == max(by_right.values())
     twice = ewc.finetune("mlp?hidden=8", "digits?limit=40", eval_on=["digits", "digits"], epochs=0)
     assert [score.domain for score in twice.before] == ["digits", "digits (2)"]
 
 
 def test_the_new_domain_by_any_name():
     scored = {"new?": "digits", "old?x": "digits?rotate=90"}
-    done = ewc.finetune("mlp?hidden=8", "digits?limit=40", eval_on=scored, keep="best", epochs=1)
-    assert done.step == 1
+    done = ewc.finetune("mlp?hidden=8", "digits?limit=40", eval_on=scored, keep="best", epochs=3, lr=1e-2)
+    assert done.step > 0
 
 
 def test_data_is_not_walked_through_to_say_what_it_is(tmp_path):

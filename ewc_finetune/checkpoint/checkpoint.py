@@ -34,6 +34,7 @@ class Record:
         lineage: Anchors whose penalties it was trained under: `name`, `sha256`, `lambda` of each.
         frozen: Parameters that were not to be trained (`requires_grad` was false).
         head: Of a model that was given a new last layer; see `Provenance`.
+        likelihood: How its outputs are meant, where it is known: that of the loss that it was trained with.
     """
 
     architecture: str | None = None
@@ -42,6 +43,7 @@ class Record:
     lineage: list[dict[str, Any]] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)
     head: dict[str, Any] | None = None
+    likelihood: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON has them."""
@@ -85,6 +87,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "lineage": lambda v: isinstance(v, list) and all(isinstance(entry, dict) for entry in v),
     "frozen": lambda v: isinstance(v, list),
     "head": is_head,
+    "likelihood": lambda v: v is None or isinstance(v, str),
 }
 
 

@@ -45,6 +45,7 @@ class FromAnchor(Weights, SingleFile):
             lineage=anchor.provenance.lineage,
             frozen=[name for name, reason in anchor.provenance.excluded.items() if reason == FROZEN],
             head=anchor.provenance.head,
+            likelihood=anchor.provenance.likelihood,
         )
         state = {**anchor.weights, **anchor.buffers}
         remarks = anchor.remarks

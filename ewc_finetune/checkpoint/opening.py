@@ -29,7 +29,6 @@ from ewc_finetune.checkpoint.stored_tensors import check_archive
 from ewc_finetune.checkpoint.torchscript import TorchScript
 from ewc_finetune.checkpoint.torchvision_weights import transform_of_weights
 from ewc_finetune.checkpoint.weights import Weights
-from ewc_finetune.choices import LikelihoodName
 from ewc_finetune.data.transform import Assumption, Transform
 from ewc_finetune.devices import random_state_kept
 from ewc_finetune.errors import CheckpointError
@@ -113,8 +112,10 @@ class Opened:
         return {} if self.checkpoint is None else self.checkpoint.versions
 
     @property
-    def likelihood(self) -> LikelihoodName:
-        """How its outputs are meant, unless somebody says otherwise."""
+    def likelihood(self) -> str:
+        """How its outputs are meant, unless somebody says otherwise: as it was trained, else what its task takes."""
+        if self.record.likelihood is not None:
+            return self.record.likelihood
         return "categorical" if self.purpose is None else self.purpose.likelihood
 
     @property

@@ -68,7 +68,8 @@ _ADAPTING = (
     click.option(
         "--likelihood",
         type=click.Choice(LIKELIHOODS),
-        help="How outputs become the loss.  [default: the anchors', else what a model folder says, else categorical]",
+        help="How outputs become the loss.  [default: the anchors', else as the model was trained, else what a "
+        "model folder says, else categorical]",
     ),
     click.option(
         "--eval",
@@ -84,7 +85,12 @@ _ADAPTING = (
         help="A domain whose score says which state, or which lambda of auto, is the best; repeatable.  [default: the "
         "new one]",
     ),
-    click.option("--log-every", type=click.IntRange(1), default=50, show_default=True, help="Steps between log lines."),
+    click.option(
+        "--log-every",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Steps between log lines.  [default: 50; fewer where there would be less than 20 lines]",
+    ),
     click.option("--tensorboard", is_flag=True, help="Write the log for TensorBoard too, into the run folder."),
     click.option(
         "--retain",

@@ -128,7 +128,7 @@ def consolidate(
     or with --trust-code a pickled module; no code in it is run otherwise. The data needs no labels, but for the
     empirical and batched estimators.
     """
-    from ewc_finetune.cli.printer import importance_table
+    from ewc_finetune.cli.layer_table import layer_table
     from ewc_finetune.curvature.storage import describe
     from ewc_finetune.verbs.consolidate import consolidate as run
     from ewc_finetune.verbs.consolidate import default_output
@@ -140,13 +140,13 @@ def consolidate(
         return
     anchor = run(model, data, **options)
     origin = anchor.provenance
-    importance_table(printer, origin)
+    layer_table(printer, origin)
     path = Path(str(anchor.path))
     if origin.scores:
         known = [f"{name} {value:.4f}" for name, value in sorted(origin.scores.items())]
         printer.note(f"the checkpoint's own score: {', '.join(known)}")
-    for name, reason in origin.excluded.items():
-        printer.note(f"left free: {name}, {reason}")
+    for names, reason in origin.left_free(every=printer.verbose):
+        printer.note(f"left free: {names}, {reason}")
     if origin.standard_error and origin.standard_error["trace"] is not None:
         printer.note(
             f"{origin.estimator} Fisher of {origin.samples:,} samples; the standard error of its trace is "

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 @click.option(
     "--likelihood",
     type=click.Choice(LIKELIHOODS),
-    help="How the model's outputs become log p(y | x).  [default: what a model folder says; categorical otherwise]",
+    help="How the model's outputs become log p(y | x).  [default: as MODEL was trained, else what a model "
+    "folder says, else categorical]",
 )
 @click.option(
     "--head",

@@ -138,6 +138,7 @@ def finetune(
             "run": str(done.run),
             "steps": done.steps,
             "step": done.step,
+            "training_loss": None if done.training_loss is None else vars(done.training_loss),
             "norm_stats": done.norm_stats,
             "lambda_search": None if done.search is None else done.search.to_json(),
             "retention": [vars(found) for found in done.retention],

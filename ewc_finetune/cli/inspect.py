@@ -31,7 +31,7 @@ def inspect(
     Of an anchor hardly more than the header is read; of one on the Hub (hf://ORG/NAME) no more is fetched.
     """
     from ewc_finetune.checkpoint.opening import is_anchor
-    from ewc_finetune.cli.printer import importance_table
+    from ewc_finetune.cli.layer_table import layer_table
     from ewc_finetune.verbs.inspect import inspect as run
     from ewc_finetune.verbs.inspect_checkpoint import inspect_checkpoint
 
@@ -42,10 +42,10 @@ def inspect(
         return
     if arch is not None or trust_code:
         raise UsageError(f"{file} is an anchor; --arch and --trust-code are for checkpoints")
-    found = run(file, plot=plot, overwrite=overwrite, verify=verify)
-    printer.facts(found.facts)
+    found = run(file, plot=plot, overwrite=overwrite, verify=verify, progress=printer)
+    printer.facts(found.described(every_layer=printer.verbose))
     printer.note("")
-    importance_table(printer, found.provenance)
+    layer_table(printer, found.provenance)
     if plot is not None:
         printer.note(f"{plot}: the importance of each layer")
     printer.result(found.to_json())

@@ -73,12 +73,12 @@ def merge(anchors: tuple[str, ...], output: str, arch: str | None, printer: Prin
     Exactly so, unless --online, or for K-FAC blocks, whose sum is no such block: one takes its place, and how far it is
     off is said. A merged anchor costs one anchor's memory and time.
     """
-    from ewc_finetune.cli.printer import importance_table
+    from ewc_finetune.cli.layer_table import layer_table
     from ewc_finetune.verbs.merge import merge as run
 
     merged = run(anchors, architecture=arch, output=output, progress=printer, **options)
     origin = merged.provenance
-    importance_table(printer, origin)
+    layer_table(printer, origin)
     path = Path(str(merged.path))
     printer.note(f"{path}: {path.stat().st_size:,} bytes, sha256 {merged.digest}")
     printer.result(

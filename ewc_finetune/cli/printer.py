@@ -13,7 +13,6 @@ import click
 from tqdm import tqdm
 
 from ewc_finetune.progress import Bar
-from ewc_finetune.provenance import Provenance
 
 _SECONDS_BETWEEN_LINES = 60.0
 
@@ -90,25 +89,6 @@ class Printer:
         """Print the result for machines, where they asked for it."""
         if self.as_json:
             click.echo(json.dumps(document, indent=2, default=str))
-
-
-def importance_table(printer: Printer, origin: Provenance) -> None:
-    """Print a row for each layer of an anchor."""
-    errors = (origin.standard_error or {}).get("layers", {})
-    printer.table(
-        ["layer", "parameters", "share of curvature", "error", "mean", "max"],
-        [
-            [
-                layer["layer"],
-                f"{layer['parameters']:,}",
-                f"{layer['share']:.1%}",
-                "-" if errors.get(layer["layer"]) is None else f"{errors[layer['layer']]:.1%}",
-                f"{layer['mean']:.2e}",
-                f"{layer['max']:.2e}",
-            ]
-            for layer in origin.importance
-        ],
-    )
 
 
 class _Lines:

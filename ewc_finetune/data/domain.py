@@ -64,6 +64,11 @@ class Domain:
         return _is_map_style(self.samples)
 
     @property
+    def read_singly(self) -> bool:
+        """Whether samples are read one by one, rather than cut from tensors in memory or taken in batches."""
+        return self.indexable and not (isinstance(self.samples, TensorDataset) and self.collate is None)
+
+    @property
     def size(self) -> int | None:
         """The number of samples, or None where it is not known before they have been read."""
         counted = self.samples.dataset if isinstance(self.samples, DataLoader) else self.samples
@@ -138,7 +143,7 @@ class Domain:
         Raises:
             DataError: if samples are not tensors, or don't have one shape.
         """
-        if isinstance(self.samples, TensorDataset) and self.collate is None:
+        if isinstance(self.samples, TensorDataset) and not self.read_singly:
             # Whole batches are cut from the tensors: no loader, no collating of single samples.
             tensors, size = self.samples.tensors, len(self.samples)
             order = None if shuffle is None else torch.randperm(size, generator=shuffle)

@@ -44,7 +44,7 @@ class Layers:
     @property
     def has_share(self) -> bool:
         """Whether there is anything to say of importance."""
-        return any(layer.share is not None for layer in self.every)
+        return any(layer.share for layer in self.every)  # plain training has none, and that of lambda 0 is 0
 
     @property
     def has_moved(self) -> bool:

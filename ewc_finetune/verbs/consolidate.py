@@ -57,6 +57,7 @@ from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.provenance import Provenance
 from ewc_finetune.verbs.chance import say_numbering, warn_at_chance
 from ewc_finetune.verbs.dry_run import Estimate, estimate_consolidation, first_batches
+from ewc_finetune.verbs.idle import CONSOLIDATE, say_idle
 from ewc_finetune.verbs.prepare import prepare
 from ewc_finetune.verbs.presenting import presented
 
@@ -127,8 +128,9 @@ def consolidate(
         rtol: See `samples`.
         rules: Whether to use layer rules, which are fast; without them each parameter takes the fallback.
         batch_size: Samples at once; matters to the result for `batched` alone.
-        likelihood: How outputs become log p(y | x); what the model's task takes unless given (per-token for language
-            models of transformers, bernoulli for several labels), else categorical.
+        likelihood: How outputs become log p(y | x); unless given the one that `finetune` trained the checkpoint with,
+            else what the model's task takes (per-token for language models of transformers, bernoulli for several
+            labels), else categorical.
         exclude: Patterns (`head.*`) of parameters to leave free.
         lineage: Anchors that a module was already trained under (`Finetuned.lineage`); a file carries its own.
         head: Of a module that was given a new last layer (`Finetuned.head`); likewise.
@@ -149,6 +151,7 @@ def consolidate(
     Raises:
         EwcError: naming what is wrong with the model, the data, an option or the file.
     """
+    given = locals()
     progress = progress or Silent()
     if output is not None:
         check_output(Path(output), overwrite, [model], note=progress.note)
@@ -160,10 +163,9 @@ def consolidate(
     _check_sampling(curvature, estimator, draws, samples, rtol)
     if type(probe) is not int or probe < 0:
         raise UsageError(f"probe is {probe}; expected a whole number of inputs to keep, 0 for none")
-    if samples != "auto" and rtol != DEFAULT_RTOL:
-        progress.note(f"rtol {rtol:g} does nothing without samples auto")
     if batch_size < 1:
         raise UsageError(f"batch size is {batch_size}; expected at least 1")
+    say_idle(consolidate, CONSOLIDATE, given, progress)
     opened = open_model(model, architecture, trust_code=trust_code)
     for remark in opened.remarks:
         progress.note(remark)
@@ -174,8 +176,8 @@ def consolidate(
         )
     reference = refer_to_hub(opened) if anchor_weights == "reference" else None
     domain = resolve_domain(data, "train", data_dir)
-    likelihood = likelihood or opened.likelihood
-    rule = domain.likelihood(get_likelihood(likelihood))
+    likelihood_name = likelihood or opened.likelihood
+    rule = domain.likelihood(get_likelihood(likelihood_name))
     excluded = _excluded(opened.model, exclude)
     where = choose_device(device)
     limit = samples if isinstance(samples, int) else None
@@ -246,7 +248,7 @@ def consolidate(
                 "size": domain.size,
                 "fingerprint": fingerprint.hexdigest() if found.samples else None,
             },
-            likelihood=likelihood,
+            likelihood=likelihood_name,
             estimator="none" if curvature == "identity" else found.estimator,
             curvature=curvature,
             draws=draws if found.estimator == "sampled" else None,

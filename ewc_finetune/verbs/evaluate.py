@@ -79,8 +79,7 @@ def evaluate(
             their test split unless they say.
         architecture: What to build for a checkpoint that doesn't carry it.
         trust_code: Whether code in the checkpoint may run (a pickled module).
-        likelihood: How outputs become log p(y | x); what the model's task takes unless given (per-token for language
-            models of transformers, bernoulli for several labels), else categorical.
+        likelihood: How outputs become log p(y | x); unless given as in `consolidate`, and of an anchor its own.
         head: An anchor whose last layer takes the place of the model's, where that was fine-tuned with a new one.
         batch_size: Samples at once.
         device: `auto`, `cpu`, `cuda` or `mps`.

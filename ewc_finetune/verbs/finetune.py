@@ -39,18 +39,19 @@ from ewc_finetune.figures import draw_run
 from ewc_finetune.files import beside, check_output
 from ewc_finetune.likelihood import Likelihood, get_likelihood
 from ewc_finetune.meters import meters
+from ewc_finetune.modes import normalisation_layers
 from ewc_finetune.precision import float32_weights
 from ewc_finetune.probe import Retention
-from ewc_finetune.probe_file import records_of
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.run_folder import RunFolder, check_run_folder
 from ewc_finetune.runs import Run, read_run, recover_run
-from ewc_finetune.schedule import Schedule, Training, is_number
+from ewc_finetune.schedule import Schedule, Training
 from ewc_finetune.stack import spread_lambdas
 from ewc_finetune.tensorboard import TensorBoard
 from ewc_finetune.training import Trainer, count_steps
 from ewc_finetune.verbs.dry_run import Estimate, estimate_finetuning
 from ewc_finetune.verbs.evaluate import Score
+from ewc_finetune.verbs.idle import FINETUNE, say_idle
 from ewc_finetune.verbs.journal import Journal
 from ewc_finetune.verbs.lambda_search import DEFAULT_TOLERANCE, Search
 from ewc_finetune.verbs.movement import movements
@@ -62,6 +63,7 @@ from ewc_finetune.verbs.resuming import check_identities, check_left, check_opti
 from ewc_finetune.verbs.selection import Selection, selecting
 from ewc_finetune.verbs.setup import Setup, set_up
 from ewc_finetune.verbs.start import known, likelihood_of, open_start
+from ewc_finetune.verbs.training_loss import TrainingLoss, training_loss, warning_of
 from ewc_finetune.verbs.trials import aim_of, search_by_trials, trials_cost
 from ewc_finetune.verbs.watching import also_selected, watched_domains
 
@@ -82,7 +84,8 @@ class Finetuned:
         history: The lines of `metrics.jsonl`.
         search: How lambda was found, if it was looked for.
         steps: Optimizer steps taken.
-        step: The one whose state this is: the last, or the best.
+        step: The one whose state this is: the last, or the best; 0 is the start.
+        training_loss: How the loss of its own batches went; None if no step was taken.
         retention: What the state has kept of the answers to the anchors' probes.
         norm_stats: What was done with normalisation statistics.
         lineage: The anchors that have pulled on the model, for `consolidate`; a checkpoint file carries them itself.
@@ -98,6 +101,7 @@ class Finetuned:
     search: Search | None
     steps: int
     step: int
+    training_loss: TrainingLoss | None
     retention: list[Retention]
     norm_stats: NormStats
     lineage: list[dict[str, Any]]
@@ -149,8 +153,9 @@ def finetune(
             half as many epochs, on samples that are held out of it; see `search_lambda`.
         tolerance: Of `auto`: the share of the plain run's accuracy that may be lost.
         retain: The share of the answers to the anchors' probes (`consolidate --probe`) that must stay as they were:
-            `auto` looks for the smallest lambda that keeps it. A run that has less of them, and no more for three
-            evaluations, is stopped; one that ends with less is refused.
+            `auto` looks for the smallest lambda that keeps it, in up to seven short runs, and goes no further if none
+            does. A run that has less of them, and no more for three evaluations, is stopped; one that ends with less
+            is refused.
         penalty_form: `gradient` adds the penalty's gradient to the loss's; `proximal` takes the exact implicit step of
             the penalty after each of the optimizer's, which is stable at any lambda.
         lineage: What an anchor pulls to that had a part in a later one: `all` to its own weights, `latest` to the later
@@ -161,8 +166,8 @@ def finetune(
         freeze: Patterns (`features.*`) of parameters that this run does not train.
         architecture: What to build for a checkpoint that doesn't carry it.
         trust_code: Whether code in the checkpoint may run (a pickled module).
-        likelihood: How outputs become the loss, -log p(y | x); the anchors' unless given, without any that of the
-            model's task (see `consolidate`).
+        likelihood: How outputs become the loss, -log p(y | x); the anchors' unless given, without any as in
+            `consolidate`.
         eval_on: Domains to score before training and at each evaluation, a list of specs or datasets or a dict of such
             by name (specs mean their test split unless they say); the test split of `data` unless given, where it has
             one.
@@ -212,8 +217,8 @@ def finetune(
     selection = _selection(schedule, data, scored, specs, chosen)
     rule = get_likelihood(likelihood_of(likelihood, stacked, start))
     where = choose_device(device)
-    _check_retain(retain, stacked)
-    aim = aim_of(arguments, chosen)
+    aim = aim_of(arguments, chosen, stacked)
+    say_idle(finetune, FINETUNE, {**arguments, **training, **_facts(domain, start)}, progress)
     identities = (
         {}
         if output is None and before_start is None
@@ -281,6 +286,7 @@ def finetune(
         search=search,
         steps=steps,
         step=journal.step,
+        training_loss=training_loss(journal.history),
         retention=journal.retention,
         norm_stats=schedule.norm_stats or "frozen",
         lineage=job.record.lineage,
@@ -386,6 +392,9 @@ def _train(
     if journal.dtypes:
         progress.note("half-precision weights were trained in float32 and are rounded back now")
         journal.look_again()
+    loss = training_loss(journal.history)
+    if loss is not None and loss.worse:
+        progress.note(warning_of(loss, journal.step, journal.last, job.penalty is not None))
     journal.check_retention(journal.step)
     return steps
 
@@ -403,6 +412,7 @@ def _write(
     """Write the checkpoint, and close the run folder."""
     start = job.start
     layers = movements(start.model, journal.start_weights, job.penalty)
+    loss = training_loss(journal.history)
     save = save_state_dict if start.checkpoint is None else start.checkpoint.save
     with folder.writing():
         save(output, start.model, job.record, overwrite=overwrite)
@@ -415,6 +425,7 @@ def _write(
         steps=steps,
         step=journal.step,
         seconds=round(journal.elapsed(), 3),
+        training_loss=None if loss is None else asdict(loss),
         before=[asdict(found) for found in journal.before],
         after=[asdict(found) for found in journal.scores],
         retention=[asdict(found) for found in journal.retention] or None,
@@ -518,16 +529,9 @@ def _strengths(lambdas: float | Sequence[float] | Literal["auto"] | None, anchor
     return spread_lambdas(lambdas, len(anchors) or 1)[: len(anchors)]
 
 
-def _check_retain(retain: float | None, anchors: Sequence[Anchor]) -> None:
-    if retain is None:
-        return
-    if not is_number(retain) or not 0 < retain <= 1:
-        raise UsageError(f"retain is {retain}; expected a share of answers, more than 0 and up to 1")
-    if not any(probe.get("likelihood") != "gaussian" for anchor in anchors for probe in records_of(anchor.probes)):
-        raise UsageError(
-            "--retain goes by the answers to the probes in the anchors, and there is none in them (regressions have no "
-            "answers to compare); ewc-ft consolidate --probe N keeps one while the old data is at hand"
-        )
+def _facts(domain: Domain, start: Opened) -> dict[str, Any]:
+    """Return what is to be known beside the options to say which of them do nothing."""
+    return {"read": domain.read_singly, "normalised": bool(normalisation_layers(start.model))}
 
 
 def _check_names(training: Mapping[str, Any], others: Mapping[str, Any]) -> None:

@@ -24,6 +24,9 @@ from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.provenance import Provenance
 from ewc_finetune.tensor_file import TensorFile, shapes_of
 
+# More layers in blocks than these are described only where all are asked for.
+_MOST = 24
+
 
 @dataclass(frozen=True)
 class Inspection:
@@ -78,10 +81,18 @@ class Inspection:
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """What a person wants to know first, each with its name."""
+        """All that a person wants to know, each with its name."""
+        return self.described()
+
+    def described(self, *, every_layer: bool = True) -> list[tuple[str, str]]:
+        """Return what a person wants to know first, each with its name.
+
+        Args:
+            every_layer: Whether to say of each layer what its block keeps, and of each free parameter that it is free.
+        """
         origin = self.provenance
         singly, weights = (self.tensors[group]["numbers"] for group in ("fisher", "anchor"))
-        held = singly + self.in_blocks
+        held, few_enough = singly + self.in_blocks, len(self.blocks) <= _MOST
         found = [
             ("name", origin.name),
             ("on the Hub", str(self.file) if isinstance(self.file, HubAddress) else ""),
@@ -91,7 +102,7 @@ class Inspection:
             ("verified", self.verified or ""),
             ("holds", f"{held:,} of {weights:,} weights" + (f", {singly:,} of them singly" if self.blocks else "")),
             ("in blocks", _blocks(self.blocks.values())),
-            *((f"  {layer}", _kept(block)) for layer, block in self.blocks.items()),
+            *((f"  {layer}", _kept(block)) for layer, block in self.blocks.items() if every_layer or few_enough),
             ("model", origin.checkpoint.get("architecture") or "of no recorded architecture"),
             ("checkpoint", " ".join(filter(None, (origin.checkpoint.get("file"), origin.checkpoint.get("sha256"))))),
             ("data", _data(origin)),
@@ -102,7 +113,7 @@ class Inspection:
             ("scores", ", ".join(f"{name} {value:.4f}" for name, value in sorted(origin.scores.items()))),
             ("classes", "" if origin.classes is None else ", ".join(origin.classes)),
             ("normalisation", _normalisation(origin)),
-            ("left free", "; ".join(f"{name}: {reason}" for name, reason in origin.excluded.items())),
+            ("left free", "; ".join(f"{names}: {reason}" for names, reason in origin.left_free(every=every_layer))),
             ("trained under", "; ".join(map(_pulled, origin.lineage))),
         ]
         if origin.merged is not None:

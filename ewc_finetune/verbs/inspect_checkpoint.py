@@ -73,6 +73,7 @@ class CheckpointInspection:
             ),
             ("tied", "; ".join(" and ".join(names) for names in self.tied)),
             ("normalisation", few(self.normalisation)),
+            ("likelihood", self.record.likelihood or ""),
             ("classes", few(self.record.classes or [])),
             ("trained under", "; ".join(f"{e.get('name')} (lambda {e.get('lambda')})" for e in self.record.lineage)),
             ("verified", self.verified or ""),

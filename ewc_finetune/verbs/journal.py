@@ -97,9 +97,10 @@ class Journal:
         self._started = time.perf_counter()
 
     def start(self) -> None:
-        """Score the domains before the first step."""
+        """Score the domains before the first step, at a state which may be the best."""
         self.before = self.score(0, 0)
         self.measure(0, 0)
+        self._select(0)
         self._started = time.perf_counter()
 
     def load_state(self, state: dict[str, Any], history: list[dict[str, Any]]) -> None:
@@ -186,7 +187,10 @@ class Journal:
             self.model.load_state_dict(self._best)
         self.scores, self.step = self._best_scores, self.selection.step
         self.retention = [meter.read(self.model, self.device, self.batch_size) for meter in self.meters]
-        self.progress.note(f"the best state is that of step {self.selection.step:,}, which is kept")
+        if self.step == 0:
+            self.progress.note("no evaluation was better than the one before the first step: the start is kept")
+        else:
+            self.progress.note(f"the best state is that of step {self.step:,}, which is kept")
 
     @property
     def exhausted(self) -> bool:

@@ -54,6 +54,7 @@ from ewc_finetune.stack import (
     spread_lambdas,
 )
 from ewc_finetune.tensor_file import shapes_of
+from ewc_finetune.verbs.idle import MERGE, say_idle
 
 # By how much of the sum a block must be off for it to be said.
 _NOTED = 0.005
@@ -118,6 +119,7 @@ def merge(
     Raises:
         EwcError: naming what is wrong with an option, an anchor or a file.
     """
+    options = locals()
     progress = progress or Silent()
     check_choice("lineage", lineage, LINEAGES)
     check_choice("head", head, MERGED_HEADS)
@@ -135,6 +137,7 @@ def merge(
     if architecture is not None and checkpoint is None:
         raise UsageError("an architecture is for the checkpoint, and none is to be written; name one with --checkpoint")
     _check_outputs([output, checkpoint], overwrite, given, progress)
+    say_idle(merge, MERGE, {**options, "anchors": given}, progress)
     parents = [anchor if isinstance(anchor, Anchor) else Anchor.open(anchor) for anchor in given]
     for remark in [r for parent in parents for r in parent.remarks] + remarks(parents, "latest" if online else lineage):
         progress.note(remark)

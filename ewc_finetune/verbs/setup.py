@@ -136,6 +136,7 @@ def set_up(
         head=known.head,
         lineage=distinct([*known.lineage, *lineage_of(anchors, strengths)]),
         frozen=known.frozen,
+        likelihood=likelihood.name,
     )
     return replace(job, penalty=penalty, record=record)
 

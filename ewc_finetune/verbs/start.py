@@ -49,7 +49,7 @@ def _sample_shape(domain: Domain) -> tuple[int, ...]:
 
 
 def likelihood_of(asked: LikelihoodName | None, anchors: Sequence[Anchor], start: Opened) -> str:
-    """Return the name of the likelihood: the anchors', else as asked for, else that of the model's task.
+    """Return the name of the likelihood: as asked for, else the anchors', else the model's own (`Opened.likelihood`).
 
     Raises:
         UsageError: if another is asked for than the anchors'.

@@ -14,12 +14,14 @@ from ewc_finetune.data.domain import Domain
 from ewc_finetune.errors import UsageError
 from ewc_finetune.heads import find_head
 from ewc_finetune.penalty import Penalty
+from ewc_finetune.probe_file import records_of
 from ewc_finetune.progress import OnlyBars, Progress
 from ewc_finetune.run_folder import RunFolder
 from ewc_finetune.schedule import Schedule, is_number
 from ewc_finetune.stack import of_one_head
+from ewc_finetune.verbs.aims import Aim, Best, Retaining, Trial, Within
 from ewc_finetune.verbs.head import head_names
-from ewc_finetune.verbs.lambda_search import RUNS, Aim, Best, Retaining, Search, Trial, Within, search_lambda, split
+from ewc_finetune.verbs.lambda_search import RUNS, Search, search_lambda, split
 
 # Arguments of `finetune` that a short run takes over.
 _TAKEN_OVER = (
@@ -113,24 +115,48 @@ def _grown(model: nn.Module, head: str) -> tuple[str, ...]:
     return head_names(find_head(model)) if head == "expand" else ()
 
 
-def aim_of(arguments: Mapping[str, Any], chosen: Sequence[str]) -> Aim:
+def aim_of(arguments: Mapping[str, Any], chosen: Sequence[str], anchors: Sequence[Anchor]) -> Aim:
     """Return what a search is to look for.
 
     Args:
         arguments: Of the `finetune` that it is for.
         chosen: Names of the domains to select on.
+        anchors: That it is held by.
 
     Raises:
-        UsageError: if two aims are asked for, or a share that is none.
+        UsageError: if two aims are asked for, or a share that is none or that no probe can tell.
     """
     tolerance, share = arguments["tolerance"], arguments["retain"]
     if not is_number(tolerance) or not 0 < tolerance < 1:
         raise UsageError(f"tolerance is {tolerance}; expected a number, more than 0 and less than 1")
-    if share is not None and chosen:
+    _check_retain(share, anchors)
+    if share is not None and chosen and arguments["lambdas"] == "auto":
         raise UsageError("--lambda auto goes by --retain or by --select-on, not by both; leave one of them out")
     if share is not None:
-        return Retaining(share)
+        return Retaining(share, _holding_better(anchors, arguments["penalty_form"]))
     return Best(chosen) if chosen else Within(tolerance)
+
+
+def _check_retain(retain: float | None, anchors: Sequence[Anchor]) -> None:
+    if retain is None:
+        return
+    if not is_number(retain) or not 0 < retain <= 1:
+        raise UsageError(f"retain is {retain}; expected a share of answers, more than 0 and up to 1")
+    if not any(probe.get("likelihood") != "gaussian" for anchor in anchors for probe in records_of(anchor.probes)):
+        raise UsageError(
+            "--retain goes by the answers to the probes in the anchors, and there is none in them (regressions have no "
+            "answers to compare); ewc-ft consolidate --probe N keeps one while the old data is at hand"
+        )
+
+
+def _holding_better(anchors: Sequence[Anchor], form: str) -> list[str]:
+    """Say what keeps more of what these anchors hold than any lambda does."""
+    found = ["anchors with more inputs in the probe (consolidate --probe), of which each counts for less"]
+    if any(anchor.provenance.curvature != "kfac" for anchor in anchors):
+        found.append("anchors of K-FAC (consolidate --curvature kfac)")
+    if form == "gradient":
+        found.append("--penalty-form proximal, whose steps are exact at any lambda")
+    return found
 
 
 def shorter(epochs: int) -> int:
@@ -139,5 +165,5 @@ def shorter(epochs: int) -> int:
 
 
 def trials_cost(epochs: int) -> int:
-    """Return how many epochs all the short runs have together."""
+    """Return how many epochs all the short runs have together, if none beyond `RUNS` are needed."""
     return (1 + RUNS) * shorter(epochs)

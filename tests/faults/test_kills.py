@@ -107,7 +107,7 @@ def test_old_or_new_after_a_kill_at_any_step(tmp_path, scene):
 @pytest.mark.parametrize("scene", ["some files anew", "several files anew", "a folder anew"])
 def test_old_or_new_if_the_next_command_is_killed_too(tmp_path, scene):
     states = outcomes(tmp_path, scene)
-    draw = random.Random(0)  # noqa: S311
+    draw = random.Random(0)
     for number in range(round(12 * FACTOR)):
         folder = tmp_path / str(number)
         runs_through(prepared(folder, scene), draw.randint(1, 40), SCENES[scene][3])
@@ -258,7 +258,7 @@ def test_a_file_that_appears_is_left_and_the_result_is_kept(tmp_path):
 @pytest.mark.slow
 def test_a_program_killed_at_any_moment(tmp_path):
     """The real thing: `finetune --overwrite` over a finished run, killed at random; then the next command."""
-    draw = random.Random(0)  # noqa: S311
+    draw = random.Random(0)
     base = [sys.executable, "-m", "ewc_finetune", "finetune", "--model", "mlp?hidden=8", "--data", "digits?limit=200"]
     base += ["--output", "m.pt", "--batch-size", "10"]
     subprocess.run([*base, "--epochs", "1"], cwd=tmp_path, check=True, capture_output=True)

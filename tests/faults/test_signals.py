@@ -90,7 +90,7 @@ def test_at_any_moment(folder, command, number):
     assert whole.returncode == 0
     taken = time.monotonic() - began
     made = set(files_in(folder)) - set(before)
-    draw = random.Random(number)  # noqa: S311
+    draw = random.Random(number)
     for _ in range(round(4 * FACTOR)):
         clean(folder, made)
         process = start(folder, command, *COMMANDS[command])
