@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -44,7 +44,7 @@ class Transform:
 
     def reshape(self, images: Tensor) -> Tensor:
         """Resize and crop images of shape `(..., channels, height, width)`."""
-        from torchvision.transforms.v2 import InterpolationMode  # a second to import, which files do not need
+        from torchvision.transforms.v2 import InterpolationMode  # which takes a second, and `report` does without
         from torchvision.transforms.v2 import functional as image_ops
 
         mode = InterpolationMode(self.interpolation or "bilinear")
@@ -58,7 +58,7 @@ class Transform:
         """Subtract the mean and divide by the deviation; images are floats of shape `(n, channels, height, width)`."""
         if self.mean is None or self.std is None:
             return images
-        mean, std = (torch.tensor(v, dtype=images.dtype, device=images.device) for v in (self.mean, self.std))
+        mean, std = images.new_tensor(self.mean), images.new_tensor(self.std)
         return (images - mean[:, None, None]) / std[:, None, None]
 
     def completed(self, other: Transform) -> Transform:
