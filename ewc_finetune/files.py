@@ -66,11 +66,13 @@ def atomic_writes(paths: Sequence[Path], *, overwrite: bool = True) -> Iterator[
                 temporary.chmod(mode)
                 _flush(temporary)
         signals.safe_point()
-        with signals.deferred(), storage_errors(paths[0]):
+        with signals.deferred():
             try:
                 _place(spaces, names, overwrite)
             except FileExistsError:
                 raise StorageError(_kept_elsewhere(list(spaces.values()), paths, real)) from None
+            except OSError as error:
+                raise StorageError(f"cannot write {paths[0]}: {_reason(error, paths[0])}") from error
 
 
 def _place(spaces: Mapping[Path, Workspace], names: Mapping[Path, Sequence[str]], overwrite: bool) -> None:
