@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from ewc_finetune.checksums import KEY as CHECKSUMS
 from ewc_finetune.cli import main
 from ewc_finetune.curvature.engine import Engine
 
@@ -48,6 +50,11 @@ def hub(tmp_path, monkeypatch):
         yield server
         forget_clients()
     assert not server.errors, server.errors[0]
+
+
+def save_changed(tensors, path, metadata):
+    """Write a safetensors file as somebody would who changes one: the checksums in its metadata are left out."""
+    save_file(tensors, path, {name: text for name, text in metadata.items() if name != CHECKSUMS})
 
 
 class Small(nn.Module):

@@ -3,6 +3,7 @@ import json
 
 import pytest
 import torch
+from conftest import save_changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -27,7 +28,7 @@ def rewrite(path, tensors=None, **metadata):
     """Change an anchor file behind the package's back."""
     with safe_open(path, "pt") as file:
         old = file.metadata()
-    save_file(tensors or load_file(path), path, {**old, **metadata})
+    save_changed(tensors or load_file(path), path, {**old, **metadata})
 
 
 def document(path):

@@ -12,6 +12,7 @@ import time
 import click
 import pytest
 import torch
+from conftest import save_changed
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -257,7 +258,7 @@ def test_a_negative_fisher_in_a_file_is_refused(ewc_ft, start):
         metadata = file.metadata()
     tensors = load_file("model.anchor.safetensors")
     tensors["fisher.head.bias"][0] = -1
-    save_file(tensors, "bad.safetensors", metadata)
+    save_changed(tensors, "bad.safetensors", metadata)
     assert (
         "fisher.head.bias holds negative"
         in ewc_ft("finetune", "--anchors", "bad.safetensors", "--data", NEW, expect=1).stderr

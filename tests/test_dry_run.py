@@ -72,6 +72,49 @@ def test_finetuning(tmp_path, norm_stats):
         assert torch.equal(model.state_dict()[name], tensor)
 
 
+class Counted:
+    """Counts the samples that go through a model."""
+
+    def __init__(self, model):
+        self.seen = 0
+        model.register_forward_pre_hook(self)
+
+    def __call__(self, module, inputs):
+        self.seen += len(inputs[0])
+
+
+@pytest.mark.parametrize("curvature", ["diagonal", "kfac"])
+@pytest.mark.parametrize("options", [{}, {"samples": 15}, {"samples": "auto", "rtol": 0.5}], ids=str)
+@pytest.mark.parametrize("size", [7, 20, 30, 50, 120, 400])
+def test_no_more_is_tried_than_done_when_consolidating(size, options, curvature):
+    seen = []
+    for verb in (ewc.consolidate, lambda *given, **more: ewc.dry_run(ewc.consolidate, *given, **more)):
+        model = trained(Small(), torch.float32)
+        counted = Counted(model)
+        verb(model, data(size), batch_size=10, curvature=curvature, **options)
+        seen.append(counted.seen)
+    assert seen[1] <= seen[0]
+
+
+@pytest.mark.parametrize("size", [7, 20, 50])
+def test_no_more_is_tried_than_done_when_fine_tuning(size):
+    seen = []
+    for verb in (ewc.finetune, lambda *given, **more: ewc.dry_run(ewc.finetune, *given, **more)):
+        model = trained(Small(), torch.float32)
+        counted = Counted(model)
+        verb(model, data(size), batch_size=10, epochs=1, eval_on=[data(size)])
+        seen.append(counted.seen)
+    assert seen[1] <= seen[0]
+
+
+def test_what_a_short_pass_takes_is_estimated_from_one_batch():
+    model = trained(Small(), torch.float32)
+    for size in (7, 30, 60, 300):
+        found = ewc.dry_run(ewc.consolidate, model, data(size), batch_size=10)
+        assert found.work == {"samples": size}
+        assert 0 < found.seconds < 60
+
+
 def test_a_new_head_is_taken_off_again():
     model = trained(Small(), torch.float32)
     head = model.last

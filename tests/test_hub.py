@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Small, trained
+from conftest import Small, save_changed, trained
 from hub_server import TOKEN
 from hypothesis import given
 from hypothesis import strategies as st
@@ -168,7 +168,7 @@ def test_what_is_left_out_is_all_that_is_not_an_anchors(hub, small, samples, tmp
     held = ewc.consolidate(small, samples, name="old", probe=4, output=tmp_path / "a.safetensors")
     with safe_open(held.path, framework="pt") as file:
         metadata = file.metadata()
-    save_file({**load_file(held.path), "samples.0": torch.ones(3)}, tmp_path / "b.safetensors", metadata)
+    save_changed({**load_file(held.path), "samples.0": torch.ones(3)}, tmp_path / "b.safetensors", metadata)
     ewc.push(tmp_path / "b.safetensors", NAME, probes=False)
     found = ewc.Anchor.open(ewc.pull(NAME, output=tmp_path / "c.safetensors").path)
     assert not found.probes
@@ -337,7 +337,7 @@ def test_parts_that_do_not_fit_their_index(hub, anchor, tmp_path):
 def test_what_another_tool_wrote_is_cut_only_if_it_leads_back(hub, anchor, tmp_path):
     with safe_open(anchor, framework="pt") as file:
         metadata = file.metadata()
-    save_file(load_file(anchor), tmp_path / "theirs.safetensors", {**metadata, "format": "ewc-anchor"})
+    save_changed(load_file(anchor), tmp_path / "theirs.safetensors", {**metadata, "format": "ewc-anchor"})
     raw = (tmp_path / "theirs.safetensors").read_bytes()
     length = int.from_bytes(raw[:8], "little")
     spaced = json.dumps(json.loads(raw[8 : 8 + length])).encode()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import safetensors.torch
 import torch
-from conftest import trained
+from conftest import save_changed, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -719,7 +719,7 @@ def test_records_of_blocks_that_do_not_fit(tmp_path):
         document = json.loads(metadata["anchor"])
         change(document["kfac"], tensors)
         metadata["anchor"] = json.dumps(document)
-        safetensors.torch.save_file(tensors, tmp_path / name, metadata)
+        save_changed(tensors, tmp_path / name, metadata)
         return tmp_path / name
 
     for bias in ("4.bias", "0.weight"):

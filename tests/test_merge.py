@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import Small, trained
+from conftest import Small, save_changed, trained
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -92,7 +92,7 @@ def test_an_open_anchor_reads_and_checks_what_is_asked_for(tmp_path):
         (torch.nan, NonFiniteError, "fisher.first.bias holds NaN or infinity"),
         (-1.0, AnchorError, "fisher.first.bias holds negative values"),
     ]:
-        save_file({**tensors, "fisher.first.bias": torch.full((6,), value)}, tmp_path / "bad.safetensors", metadata)
+        save_changed({**tensors, "fisher.first.bias": torch.full((6,), value)}, tmp_path / "bad.safetensors", metadata)
         opened = Anchor.open(tmp_path / "bad.safetensors")
         assert opened.fisher["last.bias"].shape == (3,)
         with pytest.raises(error, match=message):
@@ -100,7 +100,7 @@ def test_an_open_anchor_reads_and_checks_what_is_asked_for(tmp_path):
         with pytest.raises(error, match=message):
             ewc.merge([path, tmp_path / "bad.safetensors"], output=tmp_path / "never.safetensors")
     assert not (tmp_path / "never.safetensors").exists()
-    save_file({**tensors, "anchor.last.bias": torch.full((3,), torch.inf)}, tmp_path / "bad.safetensors", metadata)
+    save_changed({**tensors, "anchor.last.bias": torch.full((3,), torch.inf)}, tmp_path / "bad.safetensors", metadata)
     with pytest.raises(NonFiniteError, match=r"anchor\.last\.bias holds NaN or infinity"):
         Penalty(model, tmp_path / "bad.safetensors", 1.0)
     with pytest.raises(AnchorError, match="has changed since it was opened"):

@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import Small, trained
+from conftest import Small, save_changed, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from test_transformers import bert, corpus, llama, masked, reviews, saved
 from test_verbs import NEW, OLD
 from torch import nn
@@ -500,7 +500,7 @@ def tamper(path, tensors=(), record=None, probes=None):
     elif record is not None:
         provenance["probes"][0].update(record)
     metadata = {"format": "ewc-anchor", "format_version": "1", "anchor": json.dumps(provenance)}
-    save_file({name: tensor for name, tensor in known.items() if tensor is not None}, path, metadata)
+    save_changed({name: tensor for name, tensor in known.items() if tensor is not None}, path, metadata)
 
 
 @pytest.mark.parametrize(

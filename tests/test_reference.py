@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Small, trained
+from conftest import Small, save_changed, trained
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_transformers import bert, reviews, saved
@@ -228,7 +228,7 @@ def changed(anchor, path, change):
         metadata = file.metadata()
     document = json.loads(metadata["anchor"])
     change(document["weights_reference"], tensors)
-    save_file(tensors, path, metadata | {"anchor": json.dumps(document)})
+    save_changed(tensors, path, metadata | {"anchor": json.dumps(document)})
     return path
 
 

@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+from conftest import save_changed
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import ewc_finetune as ewc
 from ewc_finetune.curvature.storage import decode, encode, rounded
@@ -117,7 +118,7 @@ def rewritten(path, change):
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
     change(tensors)
-    save_file(tensors, path, metadata)
+    save_changed(tensors, path, metadata)
     return path
 
 

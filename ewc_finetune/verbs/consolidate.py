@@ -56,7 +56,7 @@ from ewc_finetune.probe_file import Probe, describe
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.provenance import Provenance
 from ewc_finetune.verbs.chance import say_numbering, warn_at_chance
-from ewc_finetune.verbs.dry_run import Estimate, estimate_consolidation, first_batches
+from ewc_finetune.verbs.dry_run import Estimate, estimate_consolidation
 from ewc_finetune.verbs.idle import CONSOLIDATE, say_idle
 from ewc_finetune.verbs.prepare import prepare
 from ewc_finetune.verbs.presenting import presented
@@ -206,7 +206,7 @@ def consolidate(
             rules=rules,
         )
         if before_start is not None:
-            tried = [] if curvature == "identity" else first_batches(chosen, batch_size)
+            tried = None if curvature == "identity" else chosen
             size = None if samples == "auto" else _count(domain, limit)
 
             def run(batches: Iterable[Batch]) -> object:

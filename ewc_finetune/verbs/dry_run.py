@@ -26,6 +26,8 @@ from ewc_finetune.verbs.setup import Setup
 
 # So many batches are tried; the first takes longer than the others.
 TRIED = 3
+# A pass of fewer batches than this is short, and of one of so many or more several batches are tried.
+_SHORT, _LONG = 4, 10
 
 
 @dataclass(frozen=True)
@@ -99,18 +101,20 @@ def first_batches(
 
 def estimate_consolidation(
     run: Callable[[Sequence[Batch]], object],
-    batches: Sequence[Batch],
+    domain: Domain | None,
     batch_size: int,
     samples: int | None,
     prepared: float,
     device: torch.device,
     output: Path | None,
 ) -> Estimate:
-    """Take the Fisher of the first batch, once to warm up, and of all these batches.
+    """Take the Fisher of the first batches: of one, in a longer pass once more, in a long one of several.
+
+    No more is tried than half of the pass, but for its first batch.
 
     Args:
         run: Takes it.
-        batches: The first ones; none for a curvature that needs no data.
+        domain: The samples; None for a curvature that needs none.
         batch_size: Samples to each.
         samples: How many there will be, if that is known.
         prepared: The seconds that it took to get at the samples.
@@ -118,15 +122,17 @@ def estimate_consolidation(
         output: The anchor, if it is to be written.
     """
     files = () if output is None else (output,)
+    total = None if samples is None else -(-samples // batch_size)
+    once, several = (total or 0) < _SHORT, (total or 0) >= _LONG
     with _memory(device) as memory:
-        if not batches:  # nothing is taken of the data
+        if domain is None:  # nothing is taken of the data
             return Estimate({"samples": 0}, prepared, memory, files)
+        batches = first_batches(domain, batch_size, count=TRIED if several else 1)
         first = _timed(run, batches[:1])
-        again = _timed(run, batches[:1])
+        again = first if once else _timed(run, batches[:1])
         whole = _timed(run, batches) if len(batches) > 1 else again
     # What is done once, looking at the model, is in each of them.
     each = max(whole - again, 0.0) / (len(batches) - 1) if len(batches) > 1 else again
-    total = None if samples is None else -(-samples // batch_size)
     seconds = None if total is None else prepared + first + each * (total - 1)
     return Estimate({"samples": samples}, seconds, memory, files)
 
