@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-fast lint types bench clean
+.PHONY: demo test test-fast faults lint types bench clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -15,6 +15,10 @@ test: $(READY)
 
 test-fast: $(READY)
 	$(BIN)/python -m pytest -m "not slow"
+
+# An hour: everything that `make test` tries a little of.
+faults: $(READY)
+	EWC_FT_FAULTS=1 $(BIN)/python -m pytest tests/faults
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Processes that are killed at a step of one's choice, and how much of that is tried."""
+"""Processes that are killed at a step of one's choice."""
 
 import builtins
 import io
@@ -7,9 +7,6 @@ import signal
 import warnings
 from pathlib import Path
 from unittest import mock
-
-# How many times as much is tried as in `make test`.
-FACTOR = float(os.environ.get("EWC_FT_FAULTS", "1"))
 
 _STEPS = ("mkdir", "open", "link", "rename", "replace", "unlink", "rmdir", "fsync", "chmod")
 

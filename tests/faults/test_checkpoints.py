@@ -10,15 +10,14 @@ import checkpoints
 import pytest
 from sizes import times
 
-CHANGES = 30
+CHANGES = times(20, 3000)
 _BATCH = 500
 
 
 @pytest.mark.parametrize("kind", checkpoints.FORMATS)
 def test_changed_checkpoints(tmp_path, kind):
-    numbers = times(CHANGES)
-    for first in range(0, len(numbers), _BATCH):
-        count = min(_BATCH, len(numbers) - first)
+    for first in range(0, len(CHANGES), _BATCH):
+        count = min(_BATCH, len(CHANGES) - first)
         here = Path(checkpoints.__file__)
         command = [sys.executable, str(here), str(tmp_path), kind, str(first), str(count)]
         path = os.pathsep.join([str(here.parent), str(here.parents[2]), os.environ.get("PYTHONPATH", "")])

@@ -10,7 +10,8 @@ import time
 from itertools import count
 
 import pytest
-from killing import FACTOR, files_in, runs_through
+from killing import files_in, runs_through
+from sizes import SHARE, times
 
 from ewc_finetune.errors import StorageError
 from ewc_finetune.files import atomic_folder, atomic_write, atomic_writes, check_output
@@ -19,7 +20,7 @@ from ewc_finetune.runs import read_run
 from ewc_finetune.workspace import Workspace, recover
 
 # Each of them takes a process.
-STEPS = range(1, 1000, 1 if FACTOR >= 3 else 3)
+STEPS = range(1, 1000, 3 if SHARE is None else 1)
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and signals")
 
 
@@ -108,7 +109,7 @@ def test_old_or_new_after_a_kill_at_any_step(tmp_path, scene):
 def test_old_or_new_if_the_next_command_is_killed_too(tmp_path, scene):
     states = outcomes(tmp_path, scene)
     draw = random.Random(0)
-    for number in range(round(12 * FACTOR)):
+    for number in times(12, 340):
         folder = tmp_path / str(number)
         runs_through(prepared(folder, scene), draw.randint(1, 40), SCENES[scene][3])
         while not runs_through(lambda folder=folder: next_command(folder, scene), draw.randint(1, 20)):
@@ -265,7 +266,7 @@ def test_a_program_killed_at_any_moment(tmp_path):
     began = time.monotonic()
     subprocess.run([*base, "--epochs", "2", "--overwrite"], cwd=tmp_path, check=True, capture_output=True)
     taken = time.monotonic() - began
-    for number in range(round(4 * FACTOR)):
+    for number in times(4, 160):
         before = (tmp_path / "m.pt").read_bytes()
         options = ["--epochs", "2", "--overwrite", "--seed", str(number)]
         process = subprocess.Popen([*base, *options], cwd=tmp_path, stderr=subprocess.DEVNULL)

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from killing import FACTOR, files_in
+from killing import files_in
+from sizes import times
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="handlers are looked up in /proc")
 
@@ -91,7 +92,7 @@ def test_at_any_moment(folder, command, number):
     taken = time.monotonic() - began
     made = set(files_in(folder)) - set(before)
     draw = random.Random(number)
-    for _ in range(round(4 * FACTOR)):
+    for _ in times(4, 160):
         clean(folder, made)
         process = start(folder, command, *COMMANDS[command])
         time.sleep(draw.uniform(0, 1.1) * taken)
