@@ -205,6 +205,7 @@ _DOCUMENT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "identities": (_is_object, "an object"),
     "trials": (_list_of(_is_object), "a list of trials"),
     "platform": (_is_text, "a text"),
+    "written": (_has(file=_is_text, sha256=lambda value: value is None or _is_text(value)), "a file and its digest"),
     "steps": (_is_number, "a number"),
     "seconds": (_is_number, "a number"),
     "before": (_list_of(_is_score), "a list of scores"),

@@ -242,6 +242,7 @@ def remarks(
             found.append(f"{', '.join(late)} had a part in {anchor.label} and comes after it; expected oldest first")
         if foreign_head(anchor, model[1]):
             found.append(f"{anchor.label} has another last layer than {model[0]}, so the anchor's is left out")
+    found += [text for anchor in anchors if (text := _of_another_digest(anchor, anchors)) is not None]
     for what, values in (
         ("curvature", {anchor.provenance.curvature: anchor.label for anchor in anchors}),
         ("estimator", {anchor.provenance.estimator: anchor.label for anchor in anchors}),
@@ -253,6 +254,18 @@ def remarks(
             scale = "" if what == "architecture" else ", and so perhaps in scale"
             found.append(f"the anchors differ in {what}{scale}: {known}")
     return found
+
+
+def _of_another_digest(anchor: Anchor, anchors: Sequence[Anchor]) -> str | None:
+    """Say so where the lineage of others knows an anchor of this name by another digest alone."""
+    parts = [entry for other in anchors for entry in other.provenance.lineage]
+    known = {str(entry.get("sha256")) for entry in parts if entry.get("name") == anchor.provenance.name}
+    if not known or anchor.digest is None or anchor.digest in known:
+        return None
+    return (
+        f"{anchor.label} is not the anchor {anchor.provenance.name!r} that had a part in the weights: its SHA-256 is "
+        f"{anchor.digest:.12}..., and was {min(known):.12}... It was made anew, replaced or damaged since"
+    )
 
 
 def lineage_of(anchors: Sequence[Anchor], lambdas: Sequence[float]) -> list[dict[str, Any]]:

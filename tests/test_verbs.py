@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from conftest import Small, trained
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,6 +22,7 @@ from ewc_finetune.errors import (
 )
 from ewc_finetune.likelihood import get_likelihood
 from ewc_finetune.models import MLP
+from ewc_finetune.stack import remarks
 
 
 def blobs(shift=0.0, seed=0, n=120, classes=3):
@@ -595,3 +597,25 @@ def test_regression_from_anchor_to_fine_tune(tmp_path):
     assert done.after[0].accuracy is None
     assert done.after[0].loss < done.before[0].loss
     assert ewc.evaluate(model, old, likelihood="gaussian")[0].accuracy is None
+
+
+def test_a_checkpoint_that_its_run_did_not_write_is_remarked_on(ewc_ft, tmp_path):
+    ewc_ft("finetune", "--model", "mlp?hidden=4", "--data", "digits?limit=40", "--epochs", "1", "--output", "m.pt")
+    remark = "m.pt is not what the run m.run wrote: it was changed, replaced or damaged since"
+    assert remark not in ewc_ft("evaluate", "m.pt", "--data", "digits?limit=40").stderr
+    state = torch.load(tmp_path / "m.pt", weights_only=True)
+    next(iter(state.values())).add_(1)
+    torch.save(state, tmp_path / "m.pt")
+    assert remark in ewc_ft("evaluate", "m.pt", "--data", "digits?limit=40").stderr
+
+
+def test_an_anchor_that_the_lineage_knows_otherwise_is_remarked_on(tmp_path):
+    model = trained(Small(), torch.float32)
+    data = TensorDataset(torch.randn(12, 4), torch.arange(12) % 3)
+    old = ewc.consolidate(model, data, output=tmp_path / "old.safetensors", name="old")
+    ewc.finetune(model, data, anchors=[old], output=tmp_path / "new.pt", architecture="conftest:Small", eval_on=[])
+    new = ewc.consolidate(tmp_path / "new.pt", data, output=tmp_path / "new.safetensors", name="new")
+    other = ewc.consolidate(model, data, output=tmp_path / "other.safetensors", name="old", samples=5)
+    told = "is not the anchor 'old' that had a part in the weights"
+    assert not any(told in text for text in remarks([old, new]))
+    assert any(told in text for text in remarks([other, new]))

@@ -36,7 +36,7 @@ from ewc_finetune.data.sources import resolve_domain
 from ewc_finetune.devices import choose_device, on_device, random_state_kept
 from ewc_finetune.errors import RetentionError, StorageError, UsageError
 from ewc_finetune.figures import draw_run
-from ewc_finetune.files import beside, check_output
+from ewc_finetune.files import beside, check_output, sha256
 from ewc_finetune.likelihood import Likelihood, get_likelihood
 from ewc_finetune.meters import meters
 from ewc_finetune.modes import normalisation_layers
@@ -422,6 +422,7 @@ def _write(
         progress.note(str(error))
     folder.finish(
         keep_last=schedule.keeps_best and journal.step != journal.last,
+        written={"file": output.name, "sha256": sha256(output) if output.is_file() else None},
         steps=steps,
         step=journal.step,
         seconds=round(journal.elapsed(), 3),
