@@ -3,8 +3,9 @@
 A message says what is wrong, where, what was expected, and what to do about it.
 """
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 # Of many things that are alike, so many are named.
 _NAMED = 4
@@ -35,6 +36,41 @@ class UsageError(EwcError):
     """An argument that can never be right, whatever the files hold; exit code 2."""
 
     exit_code = 2
+
+
+class SeveralError(EwcError):
+    """Several things that are wrong at once.
+
+    Args:
+        errors: What is wrong, each for itself.
+    """
+
+    def __init__(self, errors: Sequence[EwcError]) -> None:
+        self.errors = tuple(errors)
+        self.exit_code = max(error.exit_code for error in errors)
+        super().__init__("\n- ".join([f"{len(errors)} things are wrong:", *map(str, errors)]))
+
+
+class Mistakes:
+    """Collects what is wrong with things that don't depend on each other, so that all of it is said at once."""
+
+    def __init__(self) -> None:
+        self.found: list[EwcError] = []
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Go on behind the block where something in it is wrong. What it was to assign is not there then."""
+        try:
+            yield
+        except EwcError as error:
+            self.found.append(error)
+
+    def check(self) -> None:
+        """Raise what was found: the one mistake as it is, or several as `SeveralError`."""
+        if len(self.found) > 1:
+            raise SeveralError(self.found) from self.found[0]
+        if self.found:
+            raise self.found[0]
 
 
 class CheckpointError(EwcError):

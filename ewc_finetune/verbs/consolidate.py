@@ -44,7 +44,7 @@ from ewc_finetune.data.domain import Batch, Domain, Fingerprint
 from ewc_finetune.data.layout import Layout, feed
 from ewc_finetune.data.sources import resolve_domain
 from ewc_finetune.devices import choose_device, on_device, random_state_kept
-from ewc_finetune.errors import UsageError
+from ewc_finetune.errors import Mistakes, UsageError
 from ewc_finetune.files import beside, check_output
 from ewc_finetune.inputs import count, take
 from ewc_finetune.kronecker import Rank, check_rank
@@ -153,20 +153,24 @@ def consolidate(
     """
     given = locals()
     progress = progress or Silent()
-    if output is not None:
-        check_output(Path(output), overwrite, [model], note=progress.note)
-    check_choice("curvature", curvature, CURVATURES)
-    check_choice("estimator", estimator, ESTIMATORS)
-    check_choice("curvature dtype", curvature_dtype, CURVATURE_DTYPES)
-    check_choice("anchor weights", anchor_weights, ANCHOR_WEIGHTS)
-    _check_kfac(curvature, kfac_form, kfac_rank, kfac_dtype)
-    _check_sampling(curvature, estimator, draws, samples, rtol)
-    if type(probe) is not int or probe < 0:
-        raise UsageError(f"probe is {probe}; expected a whole number of inputs to keep, 0 for none")
-    if batch_size < 1:
-        raise UsageError(f"batch size is {batch_size}; expected at least 1")
+    mistakes = Mistakes()
+    with mistakes.noted():
+        if output is not None:
+            check_output(Path(output), overwrite, [model], note=progress.note)
+    with mistakes.noted():
+        _check_words(curvature, estimator, curvature_dtype, anchor_weights)
+        _check_kfac(curvature, kfac_form, kfac_rank, kfac_dtype)
+        _check_sampling(curvature, estimator, draws, samples, rtol)
+        _check_counts(probe, batch_size)
+    with mistakes.noted():
+        where = choose_device(device)
+    with mistakes.noted():
+        domain = resolve_domain(data, "train", data_dir)
+    with mistakes.noted():
+        opened = open_model(model, architecture, trust_code=trust_code)
+        excluded = _excluded(opened.model, exclude)
+    mistakes.check()
     say_idle(consolidate, CONSOLIDATE, given, progress)
-    opened = open_model(model, architecture, trust_code=trust_code)
     for remark in opened.remarks:
         progress.note(remark)
     if not isinstance(model, nn.Module) and architecture is not None and not builds_by_itself(architecture):
@@ -175,11 +179,8 @@ def consolidate(
             "a subclass of torch.nn.Module"
         )
     reference = refer_to_hub(opened) if anchor_weights == "reference" else None
-    domain = resolve_domain(data, "train", data_dir)
     likelihood_name = likelihood or opened.likelihood
     rule = domain.likelihood(get_likelihood(likelihood_name))
-    excluded = _excluded(opened.model, exclude)
-    where = choose_device(device)
     limit = samples if isinstance(samples, int) else None
     # Whoever may stop at any sample must have met them in no particular order.
     order = torch.Generator().manual_seed(seed) if samples == "auto" else None
@@ -321,6 +322,20 @@ def _check_kfac(curvature: Curvature, kfac_form: str, kfac_rank: Rank, kfac_dtyp
         )
     check_rank(kfac_rank)
     check_choice("kfac dtype", kfac_dtype, KFAC_DTYPES)
+
+
+def _check_words(curvature: str, estimator: str, curvature_dtype: str, anchor_weights: str) -> None:
+    check_choice("curvature", curvature, CURVATURES)
+    check_choice("estimator", estimator, ESTIMATORS)
+    check_choice("curvature dtype", curvature_dtype, CURVATURE_DTYPES)
+    check_choice("anchor weights", anchor_weights, ANCHOR_WEIGHTS)
+
+
+def _check_counts(probe: int, batch_size: int) -> None:
+    if type(probe) is not int or probe < 0:
+        raise UsageError(f"probe is {probe}; expected a whole number of inputs to keep, 0 for none")
+    if batch_size < 1:
+        raise UsageError(f"batch size is {batch_size}; expected at least 1")
 
 
 def _check_sampling(curvature: str, estimator: str, draws: int, samples: object, rtol: float) -> None:

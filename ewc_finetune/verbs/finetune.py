@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -34,7 +35,7 @@ from ewc_finetune.config import to_command
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.sources import resolve_domain
 from ewc_finetune.devices import choose_device, on_device, random_state_kept
-from ewc_finetune.errors import RetentionError, StorageError, UsageError
+from ewc_finetune.errors import Mistakes, RetentionError, StorageError, UsageError
 from ewc_finetune.figures import draw_run
 from ewc_finetune.files import beside, check_output, sha256
 from ewc_finetune.likelihood import Likelihood, get_likelihood
@@ -49,6 +50,7 @@ from ewc_finetune.schedule import Schedule, Training
 from ewc_finetune.stack import spread_lambdas
 from ewc_finetune.tensorboard import TensorBoard
 from ewc_finetune.training import Trainer, count_steps
+from ewc_finetune.verbs.aims import Aim
 from ewc_finetune.verbs.dry_run import Estimate, estimate_finetuning
 from ewc_finetune.verbs.evaluate import Score
 from ewc_finetune.verbs.idle import FINETUNE, say_idle
@@ -197,7 +199,6 @@ def finetune(
     progress = progress or Silent()
     _check_names(training, arguments)
     schedule = Schedule(**training)
-    _check_words(penalty_form, lineage, head)
     arguments["model"] = model = pinned_model(model, progress)
     given, arguments["anchors"] = fetched_anchors(listed(anchors))
     options = asked(arguments, schedule)
@@ -205,19 +206,9 @@ def finetune(
     output = None if output is None else Path(output)
     if earlier is not None:
         output = _resumed(earlier, output, options, schedule, before_start is not None, progress)
-    stacked = [item if isinstance(item, Anchor) else Anchor.open(item) for item in given]
-    strengths = _strengths(lambdas, stacked)
-    domain = resolve_domain(data, "train", data_dir)
-    scored, specs = watched_domains(eval_on, data, domain, stacked, data_dir, progress, head)
-    scored, chosen = also_selected(scored, specs, select_on, data_dir)
-    start, fresh = open_start(model, architecture, trust_code, stacked, domain, seed)
-    if output is not None:
-        overwrite = _check_output(output, start, overwrite, [model, *given], earlier, progress)
+    opened = _open(arguments, given, schedule, output, earlier, progress)
+    stacked, strengths, domain, scored, specs, start, fresh, selection, rule, where, aim, overwrite = opened
     schedule = replace(schedule, norm_stats=schedule.norm_stats or ("update" if fresh else "frozen"))
-    selection = _selection(schedule, data, scored, specs, chosen)
-    rule = get_likelihood(likelihood_of(likelihood, stacked, start))
-    where = choose_device(device)
-    aim = aim_of(arguments, chosen, stacked)
     say_idle(finetune, FINETUNE, {**arguments, **training, **_facts(domain, start)}, progress)
     identities = (
         {}
@@ -300,6 +291,71 @@ def _stopped(path: Path, progress: Progress) -> Run:
     """Read the run that is to go on."""
     recover_run(path, progress.note)
     return read_run(path)
+
+
+class _Opened(NamedTuple):
+    """What a run is given, opened and checked."""
+
+    anchors: list[Anchor]
+    strengths: list[float]
+    domain: Domain
+    scored: list[Domain]
+    specs: list[str | None]
+    start: Opened
+    fresh: bool
+    selection: Selection | None
+    likelihood: Likelihood
+    device: torch.device
+    aim: Aim
+    overwrite: bool
+
+
+def _open(
+    arguments: Mapping[str, Any],
+    given: Sequence[Anchor | str | Path],
+    schedule: Schedule,
+    output: Path | None,
+    earlier: Run | None,
+    progress: Progress,
+) -> _Opened:
+    """Open what the arguments of `finetune` name; what is wrong is said all at once, as far as it can be known."""
+    asked_for = SimpleNamespace(**arguments)
+    data, data_dir, mistakes = asked_for.data, asked_for.data_dir, Mistakes()
+    anchors: list[Anchor] = []
+    for item in given:
+        with mistakes.noted():
+            anchors.append(item if isinstance(item, Anchor) else Anchor.open(item))
+    with mistakes.noted():
+        domain = resolve_domain(data, "train", data_dir)
+    if not mistakes.found:
+        with mistakes.noted():
+            start, fresh = open_start(
+                asked_for.model, asked_for.architecture, asked_for.trust_code, anchors, domain, asked_for.seed
+            )
+    opened = not mistakes.found
+    overwrite = asked_for.overwrite
+    with mistakes.noted():
+        if output is not None:
+            inputs = [asked_for.model, *given]
+            overwrite = _check_output(output, start if opened else None, overwrite, inputs, earlier, progress)
+    with mistakes.noted():
+        _check_words(asked_for.penalty_form, asked_for.lineage, asked_for.head)
+    with mistakes.noted():
+        device = choose_device(asked_for.device)
+    if opened:
+        with mistakes.noted():
+            strengths = _strengths(asked_for.lambdas, anchors)
+        with mistakes.noted():
+            rule = get_likelihood(likelihood_of(asked_for.likelihood, anchors, start))
+        with mistakes.noted():
+            scored, specs = watched_domains(
+                asked_for.eval_on, data, domain, anchors, data_dir, progress, asked_for.head
+            )
+            scored, chosen = also_selected(scored, specs, asked_for.select_on, data_dir)
+            selection = _selection(schedule, data, scored, specs, chosen)
+            aim = aim_of(arguments, chosen, anchors)
+    mistakes.check()
+    return _Opened(anchors, strengths, domain, scored, specs, start, fresh, selection, rule, device, aim, overwrite)
 
 
 def _resumed(
@@ -492,9 +548,16 @@ def written_as(start: Opened, output: Path) -> list[Path]:
 
 
 def _check_output(
-    output: Path, start: Opened, overwrite: bool, inputs: Sequence[object], earlier: Run | None, progress: Progress
+    output: Path,
+    start: Opened | None,
+    overwrite: bool,
+    inputs: Sequence[object],
+    earlier: Run | None,
+    progress: Progress,
 ) -> bool:
     """Check the checkpoint's path, and that the run folder beside it takes nothing away.
+
+    Where it is not known what is written, for the model could not be opened, what is there is looked at all the same.
 
     Returns:
         Whether what is there may be replaced, be it that a run that was stopped was allowed to, or may have written it.
@@ -503,12 +566,10 @@ def _check_output(
         then = earlier.document
         written = bool(then.get("writing")) or then["status"] == "finished"  # which `RunFolder.reopen` refuses
         overwrite = overwrite or written or bool(then["options"].get("overwrite"))
-    kind = start.checkpoint or StateDict
-    for path in written_as(start, output):
-        check_output(path, overwrite, inputs, folder=kind.format == HuggingFace.format, note=progress.note)
-    if isinstance(start.checkpoint, HuggingFace):
-        start.checkpoint.check_folder(output)
-    check_ending(output, kind.format, kind.ending)
+    if start is None:
+        check_output(output, overwrite, inputs, folder=output.is_dir(), note=progress.note)
+    else:
+        _check_files(output, start, overwrite, inputs, progress)
     folder = beside(output, ".run")
     if earlier is None:
         check_run_folder(folder, overwrite, progress.note)
@@ -518,6 +579,15 @@ def _check_output(
         if isinstance(source, (str, Path)) and folder.resolve() in Path(source).resolve().parents:
             raise StorageError(f"{source} lies in the run folder {folder} of this output. Choose another path")
     return overwrite
+
+
+def _check_files(output: Path, start: Opened, overwrite: bool, inputs: Sequence[object], progress: Progress) -> None:
+    kind = start.checkpoint or StateDict
+    for path in written_as(start, output):
+        check_output(path, overwrite, inputs, folder=kind.format == HuggingFace.format, note=progress.note)
+    if isinstance(start.checkpoint, HuggingFace):
+        start.checkpoint.check_folder(output)
+    check_ending(output, kind.format, kind.ending)
 
 
 def _strengths(lambdas: float | Sequence[float] | Literal["auto"] | None, anchors: Sequence[Anchor]) -> list[float]:

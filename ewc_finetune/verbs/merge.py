@@ -32,7 +32,7 @@ from ewc_finetune.choices import (
 )
 from ewc_finetune.curvature.importance import importance_by_layer
 from ewc_finetune.curvature.storage import Storage, rounded
-from ewc_finetune.errors import AnchorMismatchError, NonFiniteError, StorageError, UsageError
+from ewc_finetune.errors import AnchorMismatchError, Mistakes, NonFiniteError, StorageError, UsageError
 from ewc_finetune.files import atomic_writes, check_output, storage_errors
 from ewc_finetune.kronecker import Block, Rank, check_rank
 from ewc_finetune.precision import wide
@@ -130,15 +130,23 @@ def merge(
     given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
     if not given:
         raise UsageError("there is nothing to merge; name one anchor or more")
-    _check_form(online, gamma, lineage)
-    strengths = spread_lambdas(lambdas, len(given))
-    if not any(strengths):
-        raise UsageError("every lambda is 0, so nothing would be left")
-    if architecture is not None and checkpoint is None:
-        raise UsageError("an architecture is for the checkpoint, and none is to be written; name one with --checkpoint")
-    _check_outputs([output, checkpoint], overwrite, given, progress)
+    mistakes = Mistakes()
+    with mistakes.noted():
+        _check_form(online, gamma, lineage)
+        if architecture is not None and checkpoint is None:
+            raise UsageError(
+                "an architecture is for the checkpoint, and none is to be written; name one with --checkpoint"
+            )
+    with mistakes.noted():
+        strengths = _strengths(lambdas, len(given))
+    with mistakes.noted():
+        _check_outputs([output, checkpoint], overwrite, given, progress)
+    parents = []
+    for anchor in given:
+        with mistakes.noted():
+            parents.append(anchor if isinstance(anchor, Anchor) else Anchor.open(anchor))
+    mistakes.check()
     say_idle(merge, MERGE, {**options, "anchors": given}, progress)
-    parents = [anchor if isinstance(anchor, Anchor) else Anchor.open(anchor) for anchor in given]
     for remark in [r for parent in parents for r in parent.remarks] + remarks(parents, "latest" if online else lineage):
         progress.note(remark)
     if online:
@@ -202,6 +210,13 @@ def merge(
     if checkpoint is not None:
         progress.note(f"{checkpoint}: the centre of the stack as a model, with the buffers of {parents[-1].label}")
     return merged
+
+
+def _strengths(lambdas: float | Sequence[float], anchors: int) -> list[float]:
+    found = spread_lambdas(lambdas, anchors)
+    if not any(found):
+        raise UsageError("every lambda is 0, so nothing would be left")
+    return found
 
 
 def _check_form(online: bool, gamma: float, lineage: Lineage) -> None:
