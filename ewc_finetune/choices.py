@@ -80,5 +80,6 @@ def check_choice(option: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise UsageError(f"{option} is {value!r}. {suggest(str(value), choices)}")
 
+
 # Options by the names that they had once, which the command line and run folders still take.
 OLD_WORDS = {"trust-pickle": "trust-code"}

@@ -266,8 +266,10 @@ def test_a_file_may_name_a_class_that_is_in_the_source(folder):
     (folder / "inner").mkdir()
     (folder / "inner" / "nets.py").write_text("from torch.nn import Linear\nclass Net(Linear):\n    pass\n")
     assert build("inner.nets:Net?in_features=2&out_features=3", trusted=False).out_features == 3
-    assert build("inner.nets:Linear?in_features=2&out_features=3", trusted=False).out_features == 3
+    with pytest.raises(ArchitectureError, match=r"nets\.py has from torch\.nn\.modules\.linear; .*--arch"):
+        build("inner.nets:Linear?in_features=2&out_features=3", trusted=False)
     assert builds_by_itself("inner.nets:Net")
+    assert not builds_by_itself("torch.nn:Linear")
     assert builds_by_itself("mlp?hidden=3")
 
 

@@ -49,10 +49,12 @@ class Weights(Stateful):
         text = architecture or self.record.architecture
         if text is None:
             text, self.prefix = self._recognised()
-            model = _built(text, trusted=True)
+            model = _built(text, True, [])
             self.remarks += (f"{self.label}: its weights are those of {text}",)
         else:
-            model = _built(text, trusted=architecture is not None)
+            imported: list[str] = []
+            model = _built(text, architecture is not None, imported)
+            self.remarks += tuple(f"{self.label}: {remark}" for remark in dict.fromkeys(imported))
             self.prefix = self._fitting(model)
         own = _without(self.state, self.prefix)
         _fit(model, own, self.label, text)
@@ -84,13 +86,13 @@ class Weights(Stateful):
         return max(candidates, key=lambda prefix: len(wanted & _without(self.state, prefix).keys()))
 
 
-def _built(text: str, trusted: bool) -> nn.Module:
-    """Build a model whose weights will be loaded."""
+def _built(text: str, trusted: bool, remarks: list[str]) -> nn.Module:
+    """Build a model whose weights will be loaded; what is imported because a file names it is added to the remarks."""
     try:
         with uninitialised():
-            return build(text, trusted=trusted)
+            return build(text, trusted=trusted, note=remarks.append)
     except ArchitectureError:  # what a constructor makes of its weights may need real ones
-        return build(text, trusted=trusted)
+        return build(text, trusted=trusted, note=remarks.append)
 
 
 def prefixes(names: Sequence[str] | Mapping[str, object]) -> Iterator[str]:

@@ -17,7 +17,6 @@ from ewc_finetune.cli.push import push
 from ewc_finetune.cli.report import report
 from ewc_finetune.cli.sweep import sweep
 
-
 _SETTINGS = {
     "help_option_names": ["-h", "--help"],
     "max_content_width": 100,

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from ewc_finetune.choices import CURVATURE_DTYPES, DEVICES, KFAC_DTYPES
+from ewc_finetune.cli.config import check_named
 from ewc_finetune.errors import EwcError
 from ewc_finetune.hub.client import showing
 
@@ -34,6 +35,7 @@ class Command(click.Command):
         try:
             quiet = ctx.params["printer"].quiet
             with _leaving_politely(), showing(bars=not quiet and sys.stderr.isatty(), warnings=not quiet):
+                check_named(ctx, ctx.params["printer"].note)
                 return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit):
             raise

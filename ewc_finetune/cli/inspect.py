@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 @click.option("--arch", metavar="ARCH", help="Of a checkpoint: what its weights are of.")
 @trust_option
 @printing_options
-def inspect(
-    file: str, plot: str | None, overwrite: bool, arch: str | None, trust_code: bool, printer: Printer
-) -> None:
+def inspect(file: str, plot: str | None, overwrite: bool, arch: str | None, trust_code: bool, printer: Printer) -> None:
     """Say what is in FILE, an anchor or a checkpoint, and where it came from.
 
     Of an anchor hardly more than the header is read; of one on the Hub (hf://ORG/NAME) no more is fetched.
