@@ -25,6 +25,7 @@ from ewc_finetune.checkpoint.safetensors_file import SafetensorsFile
 from ewc_finetune.checkpoint.sharded import Sharded
 from ewc_finetune.checkpoint.state_dict import StateDict, find_state
 from ewc_finetune.checkpoint.torchscript import TorchScript
+from ewc_finetune.checkpoint.unpickling import check_pickle
 from ewc_finetune.checkpoint.weights import Weights
 from ewc_finetune.choices import LikelihoodName
 from ewc_finetune.devices import random_state_kept
@@ -316,6 +317,8 @@ def _mapping(document: Any) -> Mapping[str, Any]:
 
 
 def _load_pickle(path: Path, trusted: bool) -> object:
+    if not trusted:
+        check_pickle(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's remarks on old formats are not for the user of this command
@@ -340,6 +343,7 @@ def _load_pickle(path: Path, trusted: bool) -> object:
 def globals_asked_for(path: Path) -> list[str]:
     """List what a pickle would import, as far as torch can tell without running it."""
     try:
+        check_pickle(path)
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception:  # noqa: BLE001 - damaged and legacy files, and those that are no pickles, have no list
+    except Exception:  # noqa: BLE001 - damaged, legacy and excessive files, and those that are no pickles, have no list
         return []
