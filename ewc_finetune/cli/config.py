@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from ewc_finetune.choices import OLD_WORDS
+from ewc_finetune.cli.printable import printable
 from ewc_finetune.errors import EwcError, UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -65,7 +66,7 @@ def _take(context: click.Context, path: Path, of_run: Callable[[MutableMapping[s
         for name, value in found.items():
             known[options[name].name or name] = _value(options[name], value, f"{path}: {name}")
     except EwcError as error:
-        click.echo(f"Error: {error}", err=True)
+        click.echo(f"Error: {printable(error)}", err=True)
         context.exit(error.exit_code)
     context.default_map = {**(context.default_map or {}), **known}
     context.meta[_PATHS] = {**context.meta.get(_PATHS, {}), **dict.fromkeys(known, path)}
