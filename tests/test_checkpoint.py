@@ -133,7 +133,9 @@ def test_a_pickled_module_is_refused_with_what_it_asks_for(folder):
     ("content", "message"),
     [
         (b"", "is empty"),
-        (b"hello, this is text and no checkpoint at all", "is not a checkpoint"),
+        (b"hello, this is text and no checkpoint at all", "is not a checkpoint: it is a text"),
+        (b"a", "is not a checkpoint: it is a text"),
+        ("# Ein Text über etwas\n".encode(), "is not a checkpoint: it is a text"),
         (b"PK\x03\x04 not really", "is a damaged archive"),
         (b"\x80\x02}q\x00.", "is not a checkpoint"),
     ],

@@ -64,8 +64,10 @@ def test_an_anchors_provenance(ewc_ft, anchor, tmp_path):
         check(ewc_ft(*arguments))
     ewc_ft("merge", "evil.safetensors", "-o", "merged.safetensors")
     check(ewc_ft("inspect", "merged.safetensors"))
-    for debug in ([], ["--debug"]):
-        check(ewc_ft("finetune", "--anchors", "evil.safetensors", "--data", DATA, *debug, expect=1))
+    check(ewc_ft("finetune", "--anchors", "evil.safetensors", "--data", DATA, expect=1))
+    debugged = ewc_ft("finetune", "--anchors", "evil.safetensors", "--data", DATA, "--debug", expect=1)
+    assert "Traceback" in debugged.stderr
+    assert not FORBIDDEN & set(debugged.output)
 
 
 def test_errors_that_quote_a_file(ewc_ft, tmp_path):
@@ -98,3 +100,26 @@ def test_paths_that_are_no_text(tmp_path):
         )  # fmt: skip
         assert done.returncode == 1
         assert done.stderr.startswith(rb"Error: \udcff\x1b[2K.pt is "), done.stderr
+
+
+def test_what_torch_logs_of_a_damaged_program_is_not_printed(tmp_path):
+    """In a process of its own, whose stderr is seen whole."""
+    script = (
+        "import torch, zipfile\n"
+        "program = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(3, 2),),"
+        " dynamic_shapes=({0: torch.export.Dim('batch')},))\n"
+        "torch.export.save(program, 'whole.pt2')\n"
+        "with zipfile.ZipFile('whole.pt2') as whole, zipfile.ZipFile('cut.pt2', 'w') as cut:\n"
+        "    for name in whole.namelist():\n"
+        "        found = whole.read(name)\n"
+        "        model = 'models/' in name and name.endswith('.json')\n"
+        "        cut.writestr(name, found.replace(b'torch.ops.aten', b'torch.ops.none') if model else found)\n"
+        "from ewc_finetune.__main__ import main\n"
+        "main(['inspect', 'cut.pt2'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: cut.pt2 ")
+    assert done.stderr.count("\n") == 1

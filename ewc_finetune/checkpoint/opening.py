@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ from ewc_finetune.hub.repository import Repository, look_up, remember
 from ewc_finetune.purpose import Purpose
 from ewc_finetune.shards import PART
 
+_TEXT = re.compile(rb"[\t\n\r\x20-\x7e\x80-\xff]+")
 # The formats that a file alone tells.
 _KINDS = (SafetensorsFile, Sharded, TorchScript, Exported, Onnx)
 
@@ -331,13 +333,26 @@ def _load_pickle(path: Path, trusted: bool) -> object:
                 "so it was not loaded. Where the model can be built, save its weights alone: "
                 "torch.save(model.state_dict(), path). If you know who made the file, and trust them: --trust-code"
             ) from error
-        raise CheckpointError(f"{path} is not a checkpoint: it is no archive that torch.save wrote") from error
-    except Exception as error:
+        raise _no_checkpoint(path) from error
+    except (RuntimeError, OSError, EOFError) as error:
         reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
         raise CheckpointError(
             f"{path} is not a checkpoint that can be read ({reason}); expected a state dict as "
             "torch.save(model.state_dict(), path) writes it, whole"
         ) from error
+    except Exception as error:  # the unpickler stumbles over what is no pickle in any way
+        raise _no_checkpoint(path) from error
+
+
+def _no_checkpoint(path: Path) -> CheckpointError:
+    """Return the error of a file that is none."""
+    with path.open("rb") as file:
+        start = file.read(256)
+    what = "it is a text" if _TEXT.fullmatch(start) else "it is no archive that torch.save wrote"
+    return CheckpointError(
+        f"{path} is not a checkpoint: {what}; expected a state dict as torch.save(model.state_dict(), path) writes it, "
+        "whole"
+    )
 
 
 def globals_asked_for(path: Path) -> list[str]:
