@@ -350,7 +350,7 @@ def check_fisher(name: str, fisher: Tensor, where: str) -> None:
         AnchorError: naming the tensor.
         NonFiniteError: naming the tensor.
     """
-    if not fisher.is_floating_point():
+    if not fisher.is_floating_point() or not _is_known(fisher.dtype):
         raise AnchorError(f"{where}: fisher.{name} has type {fisher.dtype}; expected float32")
     if not fisher.isfinite().all():
         raise NonFiniteError(f"{where}: fisher.{name} holds NaN or infinity. Make the anchor again")
@@ -358,10 +358,17 @@ def check_fisher(name: str, fisher: Tensor, where: str) -> None:
         raise AnchorError(f"{where}: fisher.{name} holds negative values; a Fisher is a mean of squares")
 
 
+def _is_known(dtype: torch.dtype) -> bool:
+    """Whether torch computes with such numbers, rather than keeping them alone."""
+    eight_bits = dtype.is_floating_point and dtype.itemsize == 1
+    return not (dtype.is_complex or eight_bits or dtype in (torch.uint16, torch.uint32, torch.uint64))
+
+
 def check_weights(weights: Mapping[str, Tensor], where: str) -> None:
     """Refuse weights with NaN or infinity; `where` goes before the name in the message.
 
     Raises:
+        AnchorError: naming the first tensor that is not of real numbers.
         NonFiniteError: naming the first tensor, with the number of bad values.
     """
     for name, tensor in weights.items():
@@ -370,6 +377,11 @@ def check_weights(weights: Mapping[str, Tensor], where: str) -> None:
 
 def check_weight(name: str, tensor: Tensor, where: str) -> None:
     """Refuse one tensor with NaN or infinity; see `check_weights`."""
+    if not _is_known(tensor.dtype):
+        raise AnchorError(
+            f"{where}{name} is of {tensor.dtype}, and a penalty needs real numbers of 16 bits or more. Use the "
+            "weights from before that"
+        )
     # By the extremes, into which NaN goes too: `isfinite` takes as much memory again as the tensor.
     if tensor.numel() and not torch.stack(torch.aminmax(tensor.detach())).isfinite().all():
         bad = int((~tensor.isfinite()).sum())
