@@ -81,6 +81,18 @@ class Anchor:
     blocks: Mapping[str, Block] = field(default_factory=dict)
     probes: Sequence[Probe] = ()
 
+    def __repr__(self) -> str:
+        held = sum(shape.numel() for shape in self.held_shapes().values())
+        numbers = sum(shape.numel() for shape in shapes_of(self.weights).values())
+        blocks = f", {len(self.blocks)} K-FAC blocks" if self.blocks else ""
+        probes = f", {len(self.probes)} probes" if self.probes else ""
+        place = self.place or self.path
+        return (
+            f"<Anchor {self.provenance.name!r}: {self.provenance.curvature}, {self.provenance.samples:,} samples, "
+            f"holds {held:,} of {numbers:,} weights in {len(self.weights)} tensors{blocks}{probes}"
+            f"{'' if place is None else f', {place}'}>"
+        )
+
     @property
     def label(self) -> str:
         """The name for messages: the file or address if there is one."""

@@ -37,6 +37,7 @@ from ewc_finetune.hub.anchor_files import anchor_in, fetch_with_parts, has_ancho
 from ewc_finetune.hub.repository import Repository, look_up, remember
 from ewc_finetune.purpose import Purpose
 from ewc_finetune.shards import PART
+from ewc_finetune.wrappers import unwrapped
 
 _TEXT = re.compile(rb"[\t\n\r\x20-\x7e\x80-\xff]+")
 # The formats that a file alone tells.
@@ -101,7 +102,7 @@ def open_model(model: str | Path | nn.Module, architecture: str | None = None, *
     """Open a checkpoint (or the one within an anchor), or take a module as it is.
 
     Args:
-        model: Where the weights are.
+        model: Where the weights are; of a module that is wrapped, the one within.
         architecture: What to build for them; what the file carries, or the weights show, unless given. For a module it
             is only recorded.
         trust_code: Whether code in the file may run.
@@ -110,6 +111,7 @@ def open_model(model: str | Path | nn.Module, architecture: str | None = None, *
         CheckpointError, ArchitectureError, AnchorError, NonFiniteError: see `load_checkpoint` and `Checkpoint.build`.
     """
     if isinstance(model, nn.Module):
+        model = unwrapped(model)
         check_model(model, "the model's ")
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         return Opened(model, type(model).__name__, Record(architecture=architecture, frozen=frozen))

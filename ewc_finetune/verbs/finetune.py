@@ -14,7 +14,7 @@ from torch import nn
 
 from ewc_finetune.address import suggest
 from ewc_finetune.anchor import Anchor
-from ewc_finetune.checkpoint.checkpoint import check_ending
+from ewc_finetune.checkpoint.checkpoint import Record, check_ending
 from ewc_finetune.checkpoint.hugging_face import HuggingFace
 from ewc_finetune.checkpoint.opening import Opened, ending_of, is_there, place_of
 from ewc_finetune.checkpoint.state_dict import StateDict, save_state_dict
@@ -103,6 +103,11 @@ class Finetuned:
     head: dict[str, Any] | None
     output: Path | None
     run: Path | None
+
+    def __repr__(self) -> str:
+        scores = [f"{b.domain} {b.main} to {a.main}" for b, a in zip(self.before, self.after, strict=True)]
+        parts = [f"{self.steps:,} steps", *scores, *([] if self.output is None else [str(self.output)])]
+        return f"<Finetuned {type(self.model).__name__}: {', '.join(parts)}>"
 
 
 def finetune(
@@ -388,7 +393,8 @@ def _write(
     """Write the checkpoint, and close the run folder."""
     start = job.start
     layers = movements(start.model, journal.start_weights, job.penalty)
-    (save_state_dict if start.checkpoint is None else start.checkpoint.save)(output, start.model, job.record)
+    with _kept(start, job.record, journal, folder, output):
+        (save_state_dict if start.checkpoint is None else start.checkpoint.save)(output, start.model, job.record)
     try:
         draw_run(folder.path / "figure.png", journal.history, f"Fine-tuning on {job.domain.name}")
     except StorageError as error:  # the model is there, which is what counts
@@ -403,6 +409,30 @@ def _write(
         retention=[asdict(found) for found in journal.retention] or None,
         layers=layers,
     )
+
+
+@contextlib.contextmanager
+def _kept(start: Opened, record: Record, journal: Journal, folder: RunFolder, output: Path) -> Iterator[None]:
+    """Leave what was trained in the run folder as a state dict, if it cannot be written in its own format.
+
+    Raises:
+        StorageError: saying where it is.
+    """
+    try:
+        yield
+    except Exception as error:
+        kept = folder.last if journal.step == journal.last else folder.best(journal.step)
+        if not kept.exists():
+            try:
+                save_state_dict(kept, start.model, record)
+            except StorageError:  # the disk may be what stopped it
+                raise error from None
+        reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+        kind = StateDict.format if start.checkpoint is None else start.checkpoint.format
+        raise StorageError(
+            f"the model is trained, and could not be written to {output} as {kind} ({reason}). Its weights are kept "
+            f"as a state dict: {kept}"
+        ) from error
 
 
 def _folder(
