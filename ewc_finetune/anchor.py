@@ -462,7 +462,7 @@ def _check_format(metadata: Mapping[str, str], path: str) -> None:
     if metadata.get("format") != FORMAT:
         raise AnchorError(
             f"{path} is a safetensors file but not an anchor (no format={FORMAT!r} in its metadata). "
-            "Weights of a model are read from a state dict that torch.save wrote"
+            f"`ewc-ft consolidate {path}` makes the anchor of a model's weights"
         )
     version = metadata.get("format_version", "")
     if not version.isdecimal() or len(version) > 9 or int(version) < 1:

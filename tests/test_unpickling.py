@@ -67,3 +67,13 @@ def test_what_is_no_pickle_is_for_torch_to_say(tmp_path):
         check_pickle(tmp_path / "m.pt")
         with pytest.raises(CheckpointError):
             load_checkpoint(tmp_path / "m.pt")
+
+
+def test_what_to_save_is_an_entry_that_has_weights(tmp_path):
+    weights = nn.Linear(2, 2).state_dict()
+    torch.save({"epoch": 3, "net": weights}, tmp_path / "m.pt")
+    with pytest.raises(CheckpointError, match=r"'epoch' is a int.* weights_only=True\)\['net'\], 'weights.pt'\)"):
+        load_checkpoint(tmp_path / "m.pt")
+    torch.save({"epoch": 3}, tmp_path / "m.pt")
+    with pytest.raises(CheckpointError, match=r"It has no weights by name; save them: torch\.save\(model"):
+        load_checkpoint(tmp_path / "m.pt")
