@@ -82,6 +82,18 @@ class Anchor:
     blocks: Mapping[str, Block] = field(default_factory=dict)
     probes: Sequence[Probe] = ()
 
+    def __repr__(self) -> str:
+        held = sum(shape.numel() for shape in self.held_shapes().values())
+        numbers = sum(shape.numel() for shape in shapes_of(self.weights).values())
+        blocks = f", {len(self.blocks)} K-FAC blocks" if self.blocks else ""
+        probes = f", {len(self.probes)} probes" if self.probes else ""
+        place = self.place or self.path
+        return (
+            f"<Anchor {self.provenance.name!r}: {self.provenance.curvature}, {self.provenance.samples:,} samples, "
+            f"holds {held:,} of {numbers:,} weights in {len(self.weights)} tensors{blocks}{probes}"
+            f"{'' if place is None else f', {place}'}>"
+        )
+
     @property
     def label(self) -> str:
         """The name for messages: the file or address if there is one."""
@@ -357,7 +369,7 @@ def check_fisher(name: str, fisher: Tensor, where: str) -> None:
         AnchorError: naming the tensor.
         NonFiniteError: naming the tensor.
     """
-    if not fisher.is_floating_point():
+    if not fisher.is_floating_point() or not _is_known(fisher.dtype):
         raise AnchorError(f"{where}: fisher.{name} has type {fisher.dtype}; expected float32")
     if not fisher.isfinite().all():
         raise NonFiniteError(f"{where}: fisher.{name} holds NaN or infinity. Make the anchor again")
@@ -365,10 +377,17 @@ def check_fisher(name: str, fisher: Tensor, where: str) -> None:
         raise AnchorError(f"{where}: fisher.{name} holds negative values; a Fisher is a mean of squares")
 
 
+def _is_known(dtype: torch.dtype) -> bool:
+    """Whether torch computes with such numbers, rather than keeping them alone."""
+    eight_bits = dtype.is_floating_point and dtype.itemsize == 1
+    return not (dtype.is_complex or eight_bits or dtype in (torch.uint16, torch.uint32, torch.uint64))
+
+
 def check_weights(weights: Mapping[str, Tensor], where: str) -> None:
     """Refuse weights with NaN or infinity; `where` goes before the name in the message.
 
     Raises:
+        AnchorError: naming the first tensor that is not of real numbers.
         NonFiniteError: naming the first tensor, with the number of bad values.
     """
     for name, tensor in weights.items():
@@ -377,6 +396,11 @@ def check_weights(weights: Mapping[str, Tensor], where: str) -> None:
 
 def check_weight(name: str, tensor: Tensor, where: str) -> None:
     """Refuse one tensor with NaN or infinity; see `check_weights`."""
+    if not _is_known(tensor.dtype):
+        raise AnchorError(
+            f"{where}{name} is of {tensor.dtype}, and a penalty needs real numbers of 16 bits or more. Use the "
+            "weights from before that"
+        )
     # By the extremes, into which NaN goes too: `isfinite` takes as much memory again as the tensor.
     if tensor.numel() and not torch.stack(torch.aminmax(tensor.detach())).isfinite().all():
         bad = int((~tensor.isfinite()).sum())
@@ -445,7 +469,7 @@ def _check_format(metadata: Mapping[str, str], path: str) -> None:
     if metadata.get("format") != FORMAT:
         raise AnchorError(
             f"{path} is a safetensors file but not an anchor (no format={FORMAT!r} in its metadata). "
-            "Weights of a model are read from a state dict that torch.save wrote"
+            f"`ewc-ft consolidate {path}` makes the anchor of a model's weights"
         )
     version = metadata.get("format_version", "")
     if not version.isdecimal() or len(version) > 9 or int(version) < 1:

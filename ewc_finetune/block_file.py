@@ -224,7 +224,7 @@ def check_factor(name: str, tensor: Tensor, where: str) -> None:
     Raises:
         AnchorError: naming it.
     """
-    if not tensor.is_floating_point():
+    if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
         raise AnchorError(f"{where}: kfac.{name} has type {tensor.dtype}; expected float32")
 
 

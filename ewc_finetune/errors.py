@@ -114,3 +114,7 @@ class HubError(EwcError):
 
 class StorageError(EwcError):
     """A file or folder that cannot be written: in the way, forbidden, or the disk is full."""
+
+
+class OccupiedError(StorageError):
+    """A place that was taken by another file while what was to be there was made, which is kept elsewhere."""

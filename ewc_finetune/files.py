@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ewc_finetune import signals
-from ewc_finetune.errors import StorageError
+from ewc_finetune.errors import OccupiedError, StorageError
 from ewc_finetune.workspace import Workspace, check_kind, recover
 
 # Bytes of a file's name that file systems take, where they don't say.
@@ -70,7 +70,7 @@ def atomic_writes(paths: Sequence[Path], *, overwrite: bool = True) -> Iterator[
             try:
                 _place(spaces, names, overwrite)
             except FileExistsError:
-                raise StorageError(_kept_elsewhere(list(spaces.values()), paths, real)) from None
+                raise OccupiedError(_kept_elsewhere(list(spaces.values()), paths, real)) from None
             except OSError as error:
                 raise StorageError(f"cannot write {paths[0]}: {_reason(error, paths[0])}") from error
 

@@ -21,6 +21,7 @@ from ewc_finetune.errors import AnchorMismatchError, UsageError
 from ewc_finetune.held_layer import HeldLayer
 from ewc_finetune.kronecker import Block
 from ewc_finetune.stack import collapse, spread_lambdas
+from ewc_finetune.wrappers import fitting, without
 
 # Tensors are worked on in pieces of so many numbers: on the CPU what is made on the way stays near the cache, on an
 # accelerator they are as many as one fused call should take.
@@ -48,7 +49,7 @@ class Penalty:
     K-FAC blocks, of which it keeps every anchor's.
 
     Args:
-        model: The model that is trained, on its device.
+        model: The model that is trained, on its device; also wrapped, by DataParallel or torch.compile, say.
         anchors: One anchor or several, or their files, oldest first. Files are read one tensor at a time.
         lambdas: One strength for all or one for each anchor, 0 or above.
         form: `gradient` adds `lambda F (theta - theta*)` to the gradient, and the optimizer does with it what it does
@@ -82,7 +83,8 @@ class Penalty:
         given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
         stacked = [anchor if isinstance(anchor, Anchor) else Anchor.open(anchor) for anchor in given]
         strengths = spread_lambdas(lambdas, len(stacked))
-        parameters = dict(model.named_parameters())
+        named = dict(model.named_parameters())
+        parameters = named | without(named, fitting(named, stacked[-1].held_shapes() if stacked else ()))
         for anchor in stacked:
             check_fit(parameters, anchor, growing)
         quadratic = collapse(stacked, strengths, lineage, growing=growing)
@@ -106,7 +108,15 @@ class Penalty:
                 if layer.trained:
                     layer.check_rates([0.0] * len(layer.trained))
         known = self._held.keys() | {name for names in layers for name in names}
-        self.free = tuple(name for name, p in parameters.items() if p.requires_grad and name not in known)
+        held = {id(parameters[name]) for name in known}
+        self.free = tuple(name for name, p in named.items() if p.requires_grad and id(p) not in held)
+        self._anchors = tuple(anchor.provenance.name for anchor in stacked)
+
+    def __repr__(self) -> str:
+        numbers = sum(held.centre.numel() for held in self._held.values())
+        layers = f", {len(self._layers)} layers in K-FAC blocks" if self._layers else ""
+        names = ", ".join(map(repr, self._anchors))
+        return f"<Penalty of {names}: {self.form} form, {numbers:,} parameters one by one{layers}>"
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Apply the penalty at every step of an optimizer, to the parameters that this optimizer has.
@@ -114,14 +124,18 @@ class Penalty:
         In the gradient form it is added right before the step: after the loss's gradients are unscaled and clipped. In
         the proximal form it follows the step, with the learning rate that each parameter's group has then.
 
+        A wrapper that keeps the optimizer as its `optimizer`, as Accelerate's and Lightning's do, may skip steps while
+        gradients accumulate; it is the steps of the one within that count.
+
         Returns:
             A handle whose `remove()` ends it.
 
         Raises:
-            UsageError: if this is attached to the optimizer already, or that has none of the parameters; in the
-                proximal form, if it takes many steps in one (LBFGS), or weight and bias of a K-FAC block have other
-                learning rates in it.
+            UsageError: if it is no optimizer of torch, nor has one within; if this is attached to it already, or it has
+                none of the parameters; in the proximal form, if it takes many steps in one (LBFGS), or weight and bias
+                of a K-FAC block have other learning rates in it.
         """
+        optimizer = _innermost(optimizer)
         known = self._handles.get(optimizer)
         if known is not None and known.id in (known.hooks_dict_ref() or ()):
             raise UsageError("the penalty is attached to this optimizer already; once more it would count twice")
@@ -247,6 +261,22 @@ class Penalty:
                 layer.check_rates(own)
                 found.append((layer, own[0]))
         return [(held, rates[id(held.parameter)]) for held in singly], found
+
+
+def _innermost(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer that takes the steps.
+
+    Raises:
+        UsageError: if there is none that tells of them.
+    """
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise UsageError(
+            f"{type(optimizer).__name__} does not tell of its steps as the optimizers of torch.optim do; attach the "
+            "penalty to the one within it, or call add_gradient() before each step (proximal_step(lr) after it)"
+        )
+    return optimizer
 
 
 class _Held:

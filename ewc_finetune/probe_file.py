@@ -66,6 +66,9 @@ class Probe:
             "seed": self.seed,
         }
 
+    def __repr__(self) -> str:
+        return f"<Probe of {self.data!r}: {self.samples:,} samples, {self.likelihood}, {self.bytes:,} bytes>"
+
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors, by their names behind `probe.<n>.`."""

@@ -123,11 +123,25 @@ def read_provenance(text: str | None, path: str) -> tuple[Provenance, list[str]]
         raise AnchorError(f"{path}: the metadata `anchor` is not a JSON document ({error})") from error
     if not isinstance(document, dict) or not isinstance(document.get("name"), str):
         raise AnchorError(f"{path}: the metadata `anchor` must be a JSON object with a name")
+    if _is_deep(document):
+        raise AnchorError(
+            f"{path}: the metadata `anchor` holds values more than {_DEEPEST} deep within one another, which no anchor "
+            "does. Make the anchor again"
+        )
     known = {f.name for f in fields(Provenance)}
     for key, value in document.items():
         if key in _EXPECTED and not _EXPECTED[key][0](value):
             raise AnchorError(f"{path}: in the metadata, {key} is {value!r:.100}; expected {_EXPECTED[key][1]}")
     return Provenance(**{key: value for key, value in document.items() if key in known}), sorted(set(document) - known)
+
+
+# Values within one another: the records of parents, of probes and of layers take fewer than ten.
+_DEEPEST = 100
+
+
+def _is_deep(value: Any, left: int = _DEEPEST) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return left == 0 or any(_is_deep(item, left - 1) for item in inner)
 
 
 def _is_text(value: Any) -> bool:
@@ -176,14 +190,19 @@ def _is_merged(value: Any) -> bool:
         isinstance(parents, list)
         and all(
             isinstance(parent, dict)
-            and _is_text_or_none(parent.get("sha256"))
+            and _is_text_or_none(parent.get("sha256", 0))
             and _is_number(parent.get("lambda"))
             and isinstance(parent.get("provenance"), dict)
             and _is_lineage(parent["provenance"].get("lineage", []))
             for parent in parents
         )
         and _is_texts(value.get("through", []))
+        and _is_numbers_or_none(value.get("kfac_distance"))
     )
+
+
+def _is_numbers_or_none(value: Any) -> bool:
+    return value is None or (isinstance(value, dict) and all(map(_is_number, value.values())))
 
 
 def is_head(value: Any) -> bool:

@@ -26,6 +26,8 @@ _BITS = {
     **dict.fromkeys(("I32", "U32", "F32"), 32),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
+# Torch computes with no more.
+_MOST_DIMENSIONS = 64
 # What no header of a safetensors file exceeds: the library reads none beyond it either.
 LARGEST_HEADER = 100 << 20
 
@@ -251,6 +253,8 @@ def parse_header(found: bytes, label: str) -> Header:
     for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
         if entry.kind not in _BITS:
             raise unreadable(label, f"{name} has the type {entry.kind!r:.20}, which is not one of {', '.join(_BITS)}")
+        if len(entry.shape) > _MOST_DIMENSIONS:
+            raise unreadable(label, f"{name} has {len(entry.shape)} dimensions; torch has {_MOST_DIMENSIONS} at most")
         if entry.start != at or entry.end < at or entry.end - at != bytes_of(entry):
             raise unreadable(label, "its header does not fit its tensors")
         # What is alike is kept once: a thousand anchors may be open at a time.

@@ -133,7 +133,9 @@ def test_a_pickled_module_is_refused_with_what_it_asks_for(folder):
     ("content", "message"),
     [
         (b"", "is empty"),
-        (b"hello, this is text and no checkpoint at all", "is not a checkpoint"),
+        (b"hello, this is text and no checkpoint at all", "is not a checkpoint: it is a text"),
+        (b"a", "is not a checkpoint: it is a text"),
+        ("# Ein Text über etwas\n".encode(), "is not a checkpoint: it is a text"),
         (b"PK\x03\x04 not really", "is a damaged archive"),
         (b"\x80\x02}q\x00.", "is not a checkpoint"),
     ],
@@ -266,8 +268,10 @@ def test_a_file_may_name_a_class_that_is_in_the_source(folder):
     (folder / "inner").mkdir()
     (folder / "inner" / "nets.py").write_text("from torch.nn import Linear\nclass Net(Linear):\n    pass\n")
     assert build("inner.nets:Net?in_features=2&out_features=3", trusted=False).out_features == 3
-    assert build("inner.nets:Linear?in_features=2&out_features=3", trusted=False).out_features == 3
+    with pytest.raises(ArchitectureError, match=r"nets\.py has from torch\.nn\.modules\.linear; .*--arch"):
+        build("inner.nets:Linear?in_features=2&out_features=3", trusted=False)
     assert builds_by_itself("inner.nets:Net")
+    assert not builds_by_itself("torch.nn:Linear")
     assert builds_by_itself("mlp?hidden=3")
 
 

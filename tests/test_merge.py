@@ -280,7 +280,7 @@ def test_inputs_are_never_overwritten(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "failing", ["tensor_file.save_file", "tensor_file._sort_metadata", "checkpoint.state_dict.torch.save"]
+    "failing", ["tensor_file.save_file", "tensor_file._finish_header", "checkpoint.state_dict.torch.save"]
 )
 def test_an_interrupted_merge_leaves_neither_anchor_nor_checkpoint(tmp_path, monkeypatch, failing):
     data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.arange(8) % 3)

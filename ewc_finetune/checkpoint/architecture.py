@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from ewc_finetune import models
 from ewc_finetune.address import Address, parse, suggest
 from ewc_finetune.errors import ArchitectureError
-from ewc_finetune.importing import find, value_of, working_directory_on_path
+from ewc_finetune.importing import find, find_own, value_of, working_directory_on_path
 
 BUILTIN: dict[str, type[nn.Module]] = {"mlp": models.MLP, "cnn": models.CNN}
 TRANSFORMERS = "transformers:"
@@ -30,7 +27,7 @@ def looks_like_architecture(text: str) -> bool:
     return head in BUILTIN or bool(colon and name.isidentifier() and all(p.isidentifier() for p in module.split(".")))
 
 
-def build(text: str, *, trusted: bool) -> nn.Module:
+def build(text: str, *, trusted: bool, note: Callable[[str], None] | None = None) -> nn.Module:
     """Build the module that an architecture names, with fresh weights.
 
     The working directory is on the import path meanwhile: before everything else for a name that the user gave, after
@@ -38,9 +35,10 @@ def build(text: str, *, trusted: bool) -> nn.Module:
 
     Args:
         text: The architecture.
-        trusted: Whether the user named it. One that was read from a file may only name classes that can be seen in a
-            module's source before it is imported, and that are subclasses of `torch.nn.Module`: a file from a stranger
-            shall neither import what it likes nor call what it likes.
+        trusted: Whether the user named it. One that was read from a file may only name subclasses of `torch.nn.Module`
+            that are defined in a module of the user's own (`importing.find_own`): a file from a stranger shall neither
+            import what it likes nor call what it likes.
+        note: Told what is imported for one that was read from a file.
 
     Raises:
         UsageError: if the text is no address.
@@ -48,7 +46,7 @@ def build(text: str, *, trusted: bool) -> nn.Module:
     """
     address = parse(text)
     with working_directory_on_path(first=trusted):
-        factory = _find(address, trusted)
+        factory = _find(address, trusted, note)
         arguments = {key: value_of(value) for key, value in address.options.items()}
         try:
             module = factory(**arguments)
@@ -83,14 +81,21 @@ _FILLING = {
 }
 
 
+def names_code(text: str) -> str | None:
+    """Return the `module:name` that an architecture would import, if it is neither ours nor torchvision's."""
+    head = text.strip().partition("?")[0].rstrip()
+    ours = head in BUILTIN or ":" not in head or head.startswith("torchvision:")
+    return None if ours else head
+
+
 def builds_by_itself(text: str) -> bool:
     """Whether the architecture may be built when a file names it, with nobody naming it again."""
-    address = parse(text)
-    if address.head in BUILTIN or address.head.startswith("torchvision:"):
-        return True
-    with working_directory_on_path(first=True):
-        found = _find(address, trusted=True)
-    return isinstance(found, type) and issubclass(found, nn.Module)
+    with working_directory_on_path(first=False):
+        try:
+            _find(parse(text), trusted=False)
+        except ArchitectureError:
+            return False
+    return True
 
 
 def complete(text: str, sample_shape: tuple[int, ...], num_classes: int) -> str:
@@ -137,7 +142,7 @@ def with_outputs(text: str, outputs: int) -> str:
     return str(Address(address.head, {**address.options, "num_classes": str(outputs)}))
 
 
-def _find(address: Address, trusted: bool) -> Callable[..., object]:
+def _find(address: Address, trusted: bool, note: Callable[[str], None] | None = None) -> Callable[..., object]:
     head = address.head
     if head in BUILTIN:
         return BUILTIN[head]
@@ -146,13 +151,11 @@ def _find(address: Address, trusted: bool) -> Callable[..., object]:
         raise ArchitectureError(f"no architecture is called {head!r}. {suggest(head, BUILTIN)}; otherwise {FORMS}")
     if module_name == "torchvision":
         return _torchvision(name)
-    if not trusted and not _is_in_source(module_name, name.partition(".")[0]):
-        raise ArchitectureError(
-            f"a file names {head} as the architecture, and no such class is seen in the source of a module "
-            f"{module_name} here, so it was not imported. Run ewc-ft in the folder that holds it, put that folder into "
-            "PYTHONPATH, or, if you trust it, name it yourself with --arch"
-        )
-    found = find(head, "architecture", ArchitectureError)
+    found = (
+        find(head, "architecture", ArchitectureError)
+        if trusted
+        else find_own(head, "architecture", "--arch", ArchitectureError, note, only_classes=True)
+    )
     is_module_class = isinstance(found, type) and issubclass(found, nn.Module)
     if not is_module_class and not (trusted and callable(found)):
         raise ArchitectureError(
@@ -160,30 +163,6 @@ def _find(address: Address, trusted: bool) -> Callable[..., object]:
             + ("" if trusted else ", and a file may name nothing else. If you trust it, name it yourself with --arch")
         )
     return found  # type: ignore[return-value]
-
-
-def _is_in_source(module_name: str, name: str) -> bool:
-    """Whether a module's source defines or imports the name, seen without importing the module or its packages."""
-    top, *rest = module_name.split(".")
-    try:
-        spec = importlib.util.find_spec(top)
-        if spec is None:
-            return False
-        file = Path(spec.origin or "")
-        if rest:
-            base = Path(next(iter(spec.submodule_search_locations or ["."]))).joinpath(*rest)
-            file = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
-        tree = ast.parse(file.read_bytes())
-    except (ImportError, OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-        return False
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return True
-        if isinstance(node, ast.ImportFrom) and any(
-            (alias.asname or alias.name) in (name, "*") for alias in node.names
-        ):
-            return True
-    return False
 
 
 def _torchvision(name: str) -> Callable[..., object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -64,7 +65,7 @@ class Record:
             return cls()
         known = {key: value for key, value in found.items() if key in _FIELDS} if isinstance(found, Mapping) else None
         if known is None or not all(_FIELDS[key](value) for key, value in known.items()):
-            raise CheckpointError(f"{where}: what ewc-ft wrote into its metadata is damaged: {found!r:.200}")
+            raise CheckpointError(f"{where}: what ewc-ft wrote into its metadata is damaged: {reprlib.repr(found)}")
         return cls(**known)
 
     @classmethod
@@ -76,7 +77,7 @@ class Record:
         """
         try:
             return cls.read(json.loads(text) if text else None, where)
-        except ValueError:
+        except (ValueError, RecursionError):
             return cls.read(text, where)
 
 

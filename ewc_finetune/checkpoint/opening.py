@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from ewc_finetune.checkpoint.state_dict import StateDict, find_state
 from ewc_finetune.checkpoint.stored_tensors import check_archive
 from ewc_finetune.checkpoint.torchscript import TorchScript
 from ewc_finetune.checkpoint.torchvision_weights import transform_of_weights
+from ewc_finetune.checkpoint.unpickling import check_pickle
 from ewc_finetune.checkpoint.weights import Weights
 from ewc_finetune.data.transform import Assumption, Transform
 from ewc_finetune.devices import random_state_kept
@@ -39,7 +41,9 @@ from ewc_finetune.hub.repository import Repository, look_up, remember
 from ewc_finetune.purpose import Purpose
 from ewc_finetune.runs import read_document
 from ewc_finetune.shards import PART
+from ewc_finetune.wrappers import unwrapped
 
+_TEXT = re.compile(rb"[\t\n\r\x20-\x7e\x80-\xff]+")
 # The formats that a file alone tells.
 _KINDS = (SafetensorsFile, Sharded, TorchScript, Exported, Onnx)
 # How they are read, by whether code in the file may run.
@@ -129,7 +133,7 @@ def open_model(model: str | Path | nn.Module, architecture: str | None = None, *
     """Open a checkpoint (or the one within an anchor), or take a module as it is.
 
     Args:
-        model: Where the weights are.
+        model: Where the weights are; of a module that is wrapped, the one within.
         architecture: What to build for them; what the file carries, or the weights show, unless given. For a module it
             is only recorded.
         trust_code: Whether code in the file may run.
@@ -138,6 +142,7 @@ def open_model(model: str | Path | nn.Module, architecture: str | None = None, *
         CheckpointError, ArchitectureError, AnchorError, NonFiniteError: see `load_checkpoint` and `Checkpoint.build`.
     """
     if isinstance(model, nn.Module):
+        model = unwrapped(model)
         check_model(model, "the model's ")
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         return Opened(model, type(model).__name__, Record(architecture=architecture, frozen=frozen))
@@ -203,7 +208,7 @@ def _load_path(path: Path, trust_code: bool) -> Checkpoint:
     if found == "hugging face":
         return _load_folder(path, str(path))
     if found != Exported.format and is_archive(path):  # which compares what it reads itself
-        check_archive(path)
+        check_archive(path, trust_code)
     if found in _OPENERS:
         return _OPENERS[found](path, trust_code)
     document = _load_pickle(path, trust_code)
@@ -362,6 +367,8 @@ def _mapping(document: Any) -> Mapping[str, Any]:
 
 
 def _load_pickle(path: Path, trusted: bool) -> object:
+    if not (trusted or is_archive(path)):  # of which it was checked with the rest
+        check_pickle(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's remarks on old formats are not for the user of this command
@@ -374,18 +381,32 @@ def _load_pickle(path: Path, trusted: bool) -> object:
                 "so it was not loaded. Where the model can be built, save its weights alone: "
                 "torch.save(model.state_dict(), path). If you know who made the file, and trust them: --trust-code"
             ) from error
-        raise CheckpointError(f"{path} is not a checkpoint: it is no archive that torch.save wrote") from error
-    except Exception as error:
+        raise _no_checkpoint(path) from error
+    except (RuntimeError, OSError, EOFError) as error:
         reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
         raise CheckpointError(
             f"{path} is not a checkpoint that can be read ({reason}); expected a state dict as "
             "torch.save(model.state_dict(), path) writes it, whole"
         ) from error
+    except Exception as error:  # the unpickler stumbles over what is no pickle in any way
+        raise _no_checkpoint(path) from error
+
+
+def _no_checkpoint(path: Path) -> CheckpointError:
+    """Return the error of a file that is none."""
+    with path.open("rb") as file:
+        start = file.read(256)
+    what = "it is a text" if _TEXT.fullmatch(start) else "it is no archive that torch.save wrote"
+    return CheckpointError(
+        f"{path} is not a checkpoint: {what}; expected a state dict as torch.save(model.state_dict(), path) writes it, "
+        "whole"
+    )
 
 
 def globals_asked_for(path: Path) -> list[str]:
     """List what a pickle would import, as far as torch can tell without running it."""
     try:
+        check_pickle(path)
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception:  # noqa: BLE001 - damaged and legacy files, and those that are no pickles, have no list
+    except Exception:  # noqa: BLE001 - damaged, legacy and excessive files, and those that are no pickles, have no list
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,7 +64,12 @@ class Program(SingleFile):
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Keep torch's remarks on interfaces that are on their way from the user, who has the file all the same."""
+    """Keep from the user what torch remarks and logs: interfaces on their way out, tracebacks of a damaged file."""
+    before = logging.root.manager.disable
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(before)

@@ -6,6 +6,7 @@ torch keeps its own version numbers in: the file stays a plain state dict, for `
 
 from __future__ import annotations
 
+import reprlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,10 +81,16 @@ def find_state(document: object, label: str) -> tuple[str, ...]:
         if _is_state(document.get(key)):
             return (key,)
     name, value = next((n, v) for n, v in document.items() if not isinstance(n, str) or not isinstance(v, Tensor))
+    found = next((key for key, entry in document.items() if _is_state(entry)), None)
+    advice = (
+        "It has no weights by name; save them: torch.save(model.state_dict(), 'weights.pt')"
+        if found is None
+        else f"If the weights are in the entry {found!r}, save that one alone: "
+        f"torch.save(torch.load({Path(label).name!r}, weights_only=True)[{found!r}], 'weights.pt')"
+    )
     raise CheckpointError(
-        f"{label}: the entry {name!r} is a {type(value).__name__}, not a tensor; expected a plain state dict, or one "
-        f"under {', '.join(ENTRIES)}. If the weights are another entry, save that one alone: "
-        f"torch.save(torch.load({Path(label).name!r}, weights_only=True)[{name!r}], 'weights.pt')"
+        f"{label}: the entry {reprlib.repr(name)} is a {type(value).__name__}, not a tensor; expected a plain state "
+        f"dict, or one under {', '.join(ENTRIES)}. {advice}"
     )
 
 

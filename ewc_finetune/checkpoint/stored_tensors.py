@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ewc_finetune.checkpoint.archive import Archive
+from ewc_finetune.checkpoint.unpickling import check_pickle
 from ewc_finetune.errors import CheckpointError
 
 # The pickles of a torch.save archive and of TorchScript, with the folder that the tensors of each are in.
@@ -28,12 +29,18 @@ _SIZES = {
 }
 
 
-def check_archive(path: Path) -> None:
+def check_archive(path: Path, trusted: bool = False) -> None:
     """Compare all bytes of an archive with their checksums, and its records with what its pickles say of them.
+
+    Args:
+        path: The file.
+        trusted: Whether its pickles may ask for any amount of work.
 
     Raises:
         CheckpointError: if it is damaged, or made to do harm.
     """
+    if not trusted:
+        check_pickle(path)
     with Archive(path) as archive:
         archive.verify()
         check_lengths(archive)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,7 @@ from ewc_finetune.checkpoint.architecture import FORMS, build, uninitialised
 from ewc_finetune.checkpoint.checkpoint import Record, Stateful
 from ewc_finetune.checkpoint.recognition import COUNTS, recognise
 from ewc_finetune.errors import ArchitectureError, CheckpointError, few
-
-# What wrappers put before names: DataParallel, torch.compile, Lightning and others that keep the model as an attribute.
-PREFIXES = ("module.", "_orig_mod.", "model.")
+from ewc_finetune.wrappers import fitting, prefixes, without
 
 
 class Weights(Stateful):
@@ -49,12 +47,14 @@ class Weights(Stateful):
         text = architecture or self.record.architecture
         if text is None:
             text, self.prefix = self._recognised()
-            model = _built(text, trusted=True)
+            model = _built(text, True, [])
             self.remarks += (f"{self.label}: its weights are those of {text}",)
         else:
-            model = _built(text, trusted=architecture is not None)
+            imported: list[str] = []
+            model = _built(text, architecture is not None, imported)
+            self.remarks += tuple(f"{self.label}: {remark}" for remark in dict.fromkeys(imported))
             self.prefix = self._fitting(model)
-        own = _without(self.state, self.prefix)
+        own = without(self.state, self.prefix)
         _fit(model, own, self.label, text)
         if self.prefix:
             rest = len(self.state) - len(own)
@@ -69,7 +69,7 @@ class Weights(Stateful):
 
     def _recognised(self) -> tuple[str, str]:
         for prefix in prefixes(self.state):
-            found = recognise({name: tensor.shape for name, tensor in _without(self.state, prefix).items()})
+            found = recognise({name: tensor.shape for name, tensor in without(self.state, prefix).items()})
             if found is not None:
                 return found, prefix
         raise ArchitectureError(
@@ -79,32 +79,16 @@ class Weights(Stateful):
 
     def _fitting(self, model: nn.Module) -> str:
         """Return the prefix behind which the names are the model's."""
-        wanted = set(model.state_dict(keep_vars=True))
-        candidates = list(prefixes(self.state))
-        return max(candidates, key=lambda prefix: len(wanted & _without(self.state, prefix).keys()))
+        return fitting(self.state, model.state_dict(keep_vars=True))
 
 
-def _built(text: str, trusted: bool) -> nn.Module:
-    """Build a model whose weights will be loaded."""
+def _built(text: str, trusted: bool, remarks: list[str]) -> nn.Module:
+    """Build a model whose weights will be loaded; what is imported because a file names it is added to the remarks."""
     try:
         with uninitialised():
-            return build(text, trusted=trusted)
+            return build(text, trusted=trusted, note=remarks.append)
     except ArchitectureError:  # what a constructor makes of its weights may need real ones
-        return build(text, trusted=trusted)
-
-
-def prefixes(names: Sequence[str] | Mapping[str, object]) -> Iterator[str]:
-    """Go through what may stand before a model's own names: nothing first, then what wrappers put there."""
-    yield ""
-    for prefix in PREFIXES:
-        inner = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-        if inner:
-            yield from (prefix + deeper for deeper in prefixes(inner))
-
-
-def _without(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the weights behind a prefix, by their names without it."""
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+        return build(text, trusted=trusted, note=remarks.append)
 
 
 def merged(state: Mapping[str, Tensor], prefix: str, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from ewc_finetune.choices import OLD_WORDS
+from ewc_finetune.cli.printable import printable
 from ewc_finetune.errors import EwcError, UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -18,6 +19,11 @@ _NEVER = {
     *("config", "resume", "help", "dry-run", "quiet", "verbose", "json", "debug"),
     *("overwrite", "trust-code", *OLD_WORDS),
 }
+
+# Parameters that may name code of somebody's, and what it would be.
+_NAMING = {"data": "data", "eval_on": "data", "select_on": "data", "model": "architecture", "arch": "architecture"}
+# Under what the context keeps which file said a parameter.
+_PATHS = "ewc_finetune.config.paths"
 
 
 def config_option(of_run: Callable[[MutableMapping[str, Any]], None] | None = None) -> Callable[[F], F]:
@@ -60,9 +66,50 @@ def _take(context: click.Context, path: Path, of_run: Callable[[MutableMapping[s
         for name, value in found.items():
             known[options[name].name or name] = _value(options[name], value, f"{path}: {name}")
     except EwcError as error:
-        click.echo(f"Error: {error}", err=True)
+        click.echo(f"Error: {printable(error)}", err=True)
         context.exit(error.exit_code)
     context.default_map = {**(context.default_map or {}), **known}
+    context.meta[_PATHS] = {**context.meta.get(_PATHS, {}), **dict.fromkeys(known, path)}
+
+
+def check_named(context: click.Context, note: Callable[[str], None]) -> None:
+    """See that the functions and classes that a file's options name are the user's own, and say which are imported.
+
+    What stands on the command line may be anything.
+
+    Raises:
+        EwcError: naming what is not, and the option to repeat on the command line.
+    """
+    paths = context.meta.get(_PATHS, {})
+    named = {name: paths[name] for name in _NAMING if name in paths and _is_from_file(context, name)}
+    if not named:
+        return
+    from ewc_finetune.checkpoint.architecture import names_code as code_of_architecture
+    from ewc_finetune.checkpoint.opening import is_there
+    from ewc_finetune.data.sources import names_code as code_of_data
+    from ewc_finetune.importing import find_own, working_directory_on_path
+
+    options = {option.name: option for option in context.command.params}
+    wrong: list[str] = []
+    for name, path in named.items():
+        value, option = context.params[name], f"--{_name(options[name])}"
+        texts = [value] if isinstance(value, str) else value or []
+        code_of = code_of_architecture if name in ("model", "arch") else code_of_data
+        for text in dict.fromkeys(texts):
+            head = None if name == "model" and is_there(text) else code_of(text)
+            if head is None:
+                continue
+            try:
+                with working_directory_on_path(first=True):
+                    find_own(head, _NAMING[name], option, UsageError, note)
+            except UsageError as error:
+                wrong.append(f"{path}: {error}")
+    if wrong:
+        raise UsageError("; ".join(dict.fromkeys(wrong)))
+
+
+def _is_from_file(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) is click.core.ParameterSource.DEFAULT_MAP
 
 
 def _value(option: click.Parameter, value: Any, where: str) -> Any:

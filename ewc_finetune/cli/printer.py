@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import click
 from tqdm import tqdm
 
+from ewc_finetune.cli.printable import printable
 from ewc_finetune.progress import Bar
 
 _SECONDS_BETWEEN_LINES = 60.0
@@ -45,7 +46,7 @@ class Printer:
     def note(self, message: str) -> None:
         """Print one remark, above any bar."""
         if not self.quiet:
-            tqdm.write(message, file=sys.stderr)
+            tqdm.write(printable(message), file=sys.stderr)
 
     def detail(self, message: str) -> None:
         """Print what only those want to know who ask for everything."""
@@ -55,6 +56,7 @@ class Printer:
     @contextmanager
     def bar(self, title: str, total: int | None, unit: str) -> Iterator[Bar]:
         """Draw a bar with speed and time left; where there is no terminal, print a line a minute instead."""
+        title = printable(title)
         if not self.quiet and not sys.stderr.isatty():
             yield _Lines(title, total, unit, self.note)
             return
@@ -67,6 +69,7 @@ class Printer:
         """Print a table: the first column to the left, the others to the right."""
         if self.quiet or not rows:
             return
+        headers, rows = [printable(cell) for cell in headers], [[printable(cell) for cell in row] for row in rows]
         widths = [max(len(row[i]) for row in (headers, *rows)) for i in range(len(headers))]
         for row in (headers, ["-" * width for width in widths], *rows):
             cells = [
@@ -124,5 +127,6 @@ class _Bar:
     def advance(self, count: int, **figures: float | str) -> None:
         """Move the bar, with the figures behind it."""
         if figures:
-            self._bar.set_postfix(figures, refresh=False)
+            shown = {n: printable(value) if isinstance(value, str) else value for n, value in figures.items()}
+            self._bar.set_postfix(shown, refresh=False)
         self._bar.update(count)

@@ -49,7 +49,7 @@ def load_domain(spec: str, default_split: Split, data_dir: str | Path | None = N
         load, own = _PLACES[kind]
         options = read_options(address, own)
         return _select(load(address, place, options.split or default_split, options), options)
-    if kind not in _IN_MEMORY and all(part.isidentifier() for part in [*kind.split("."), place]):
+    if names_code(spec) is not None:
         return _call(address, kind, place, default_split)
     options = read_options(address)
     if kind not in _IN_MEMORY or colon:
@@ -64,6 +64,15 @@ def load_domain(spec: str, default_split: Split, data_dir: str | Path | None = N
     images, labels, classes = _IN_MEMORY[kind](split, folder)
     domain = Domain(str(address), TensorDataset(images, labels), classes, labels, split, unit=True)
     return _select(domain, options)
+
+
+def names_code(spec: str) -> str | None:
+    """Return the `module:function` that a data spec would import, if it is one."""
+    head = parse(spec).head
+    kind, _, place = head.partition(":")
+    if kind in _PLACES or kind in _IN_MEMORY:
+        return None
+    return head if all(part.isidentifier() for part in [*kind.split("."), place]) else None
 
 
 def resolve_domain(data: object, default_split: Split, data_dir: str | Path | None = None) -> Domain:

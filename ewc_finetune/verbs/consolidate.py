@@ -175,8 +175,8 @@ def consolidate(
         progress.note(remark)
     if not isinstance(model, nn.Module) and architecture is not None and not builds_by_itself(architecture):
         progress.note(
-            f"{architecture} is a function, which no file may call: give --arch again with the anchor, or name "
-            "a subclass of torch.nn.Module"
+            f"{architecture} is no subclass of torch.nn.Module in a module of your own, and a file may name nothing "
+            "else: give --arch again with the anchor"
         )
     reference = refer_to_hub(opened) if anchor_weights == "reference" else None
     likelihood_name = likelihood or opened.likelihood

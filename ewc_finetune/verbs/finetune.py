@@ -16,7 +16,7 @@ from torch import nn
 from ewc_finetune import signals
 from ewc_finetune.address import suggest
 from ewc_finetune.anchor import Anchor
-from ewc_finetune.checkpoint.checkpoint import check_ending
+from ewc_finetune.checkpoint.checkpoint import Record, check_ending
 from ewc_finetune.checkpoint.hugging_face import HuggingFace
 from ewc_finetune.checkpoint.opening import Opened, ending_of, is_there, place_of
 from ewc_finetune.checkpoint.state_dict import StateDict, save_state_dict
@@ -35,7 +35,7 @@ from ewc_finetune.config import to_command
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.sources import resolve_domain
 from ewc_finetune.devices import choose_device, on_device, random_state_kept
-from ewc_finetune.errors import Mistakes, RetentionError, StorageError, UsageError
+from ewc_finetune.errors import Mistakes, OccupiedError, RetentionError, StorageError, UsageError
 from ewc_finetune.figures import draw_run
 from ewc_finetune.files import beside, check_output, sha256
 from ewc_finetune.likelihood import Likelihood, get_likelihood
@@ -110,6 +110,11 @@ class Finetuned:
     head: dict[str, Any] | None
     output: Path | None
     run: Path | None
+
+    def __repr__(self) -> str:
+        scores = [f"{b.domain} {b.main} to {a.main}" for b, a in zip(self.before, self.after, strict=True)]
+        parts = [f"{self.steps:,} steps", *scores, *([] if self.output is None else [str(self.output)])]
+        return f"<Finetuned {type(self.model).__name__}: {', '.join(parts)}>"
 
 
 def finetune(
@@ -470,7 +475,7 @@ def _write(
     layers = movements(start.model, journal.start_weights, job.penalty)
     loss = training_loss(journal.history)
     save = save_state_dict if start.checkpoint is None else start.checkpoint.save
-    with folder.writing():
+    with folder.writing(), _kept(start, job.record, journal, folder, output):
         save(output, start.model, job.record, overwrite=overwrite)
     try:
         draw_run(folder.path / "figure.png", journal.history, f"Fine-tuning on {job.domain.name}")
@@ -507,6 +512,32 @@ def _under_way(
         _hint(folder, progress),
     ):
         yield folder
+
+
+@contextlib.contextmanager
+def _kept(start: Opened, record: Record, journal: Journal, folder: RunFolder, output: Path) -> Iterator[None]:
+    """Leave what was trained in the run folder as a state dict, if it cannot be written in its own format.
+
+    Raises:
+        StorageError: saying where it is.
+    """
+    try:
+        yield
+    except OccupiedError:  # which says where the model is
+        raise
+    except Exception as error:
+        kept = folder.last if journal.step == journal.last else folder.best(journal.step)
+        if not kept.exists():
+            try:
+                save_state_dict(kept, start.model, record)
+            except StorageError:  # the disk may be what stopped it
+                raise error from None
+        reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+        kind = StateDict.format if start.checkpoint is None else start.checkpoint.format
+        raise StorageError(
+            f"the model is trained, and could not be written to {output} as {kind} ({reason}). Its weights are kept "
+            f"as a state dict: {kept}"
+        ) from error
 
 
 def _folder(

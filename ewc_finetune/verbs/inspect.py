@@ -55,6 +55,10 @@ class Inspection:
     sha256: str | None = None
     verified: str | None = None
 
+    def __repr__(self) -> str:
+        numbers = ", ".join(f"{group} {known['numbers']:,}" for group, known in self.tensors.items())
+        return f"<Inspection of {str(self.file)!r}: {self.provenance.name!r}, {self.bytes:,} bytes, {numbers}>"
+
     def to_json(self) -> dict[str, Any]:
         """Return all of it in values that JSON has."""
         return {

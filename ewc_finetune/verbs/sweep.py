@@ -52,6 +52,9 @@ class Sweep:
     tradeoff: Tradeoff
     document: dict[str, Any]
 
+    def __repr__(self) -> str:
+        return f"<Sweep {str(self.folder)!r}: {len(self.tradeoff.outcomes)} runs>"
+
     @property
     def knee(self) -> Position | None:
         """The point at which the frontier bends most."""

@@ -1,0 +1,150 @@
+"""Functions and classes that a file names: the user's own and no others, and nothing else is imported for them."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from ewc_finetune.checkpoint.architecture import build
+from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.state_dict import save_state_dict
+from ewc_finetune.errors import ArchitectureError
+
+DATA = "digits?limit=40"
+MLP = "mlp?in_features=64&hidden=8&num_classes=10"
+
+# What a stranger may write where a data spec or an architecture is expected.
+HOSTILE = {
+    "a function of Python": "os:system?command=touch+exploded",
+    "a class of Python": "subprocess:Popen?args=touch+exploded",
+    "a builtin": "builtins:exec?source=1",
+    "a module with side effects": "this:s",
+    "an installed function": "torch:load?f=model.pt",
+    "an installed class": "torch.nn:Linear?in_features=2&out_features=2",
+    "a function of ewc-ft": "ewc_finetune.files:sha256?path=model.pt",
+    "an imported function": "mine_named:system?command=touch+exploded",
+    "an imported class": "mine_named:Linear?in_features=2&out_features=2",
+    "a name that is not there": "mine_hostile:nope",
+    "a method of an installed class": "mine_named:load_state_dict",
+}
+MINE = (
+    "from os import system\nfrom torch.nn import Linear\nimport os, torch\n"
+    "load_state_dict = torch.nn.Module.load_state_dict\n"
+    "class Net(Linear):\n    def __init__(self, width=10):\n        super().__init__(64, width)\n"
+    "def data(n=20, split='train'):\n"
+    "    g = torch.Generator().manual_seed(0)\n"
+    "    return torch.utils.data.TensorDataset(torch.rand(n, 64, generator=g), torch.arange(n) % 10)\n"
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with modules of the user's own, in which the user works."""
+    (tmp_path / "mine_named.py").write_text(MINE)
+    (tmp_path / "mine_hostile.py").write_text("open('exploded', 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in ("mine_named", "mine_hostile"):
+        sys.modules.pop(name, None)
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("key", ["data", "eval", "select-on", "model", "arch"])
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_config_names_nothing_foreign(ewc_ft, folder, key, text):
+    if text.endswith("load_state_dict") and key in ("model", "arch"):
+        text = "mine_named:torch.nn.Linear?in_features=2&out_features=2" if key == "arch" else text
+    options = {"data": DATA, "model": MLP, "epochs": 0, "output": "o.pt"} | {key: text}
+    if key == "arch":
+        torch.save(nn.Linear(2, 2).state_dict(), "weights.pt")
+        options["model"] = "weights.pt"
+    (folder / "run.toml").write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in options.items()))
+    result = ewc_ft("finetune", "--config", "run.toml", expect=2)
+    assert "run.toml: a file names" in result.stderr
+    assert f"--{key}" in result.stderr
+    assert not (folder / "o.pt").exists()
+
+
+def test_a_sweeps_config_names_nothing_foreign(ewc_ft, folder):
+    (folder / "s.toml").write_text('data = "os:system?command=touch+exploded"\nanchors = ["a.safetensors"]\n')
+    assert "a file names os:system" in ewc_ft("sweep", "--config", "s.toml", expect=2).stderr
+
+
+def test_what_is_ones_own_is_imported_and_said(ewc_ft, folder):
+    (folder / "run.toml").write_text(
+        'data = "mine_named:data?n=30"\nmodel = "mine_named:Net?width=10"\noutput = "o.pt"\nepochs = 1\n'
+    )
+    said = ewc_ft("finetune", "--config", "run.toml").stderr
+    for head, what in (("mine_named:data", "data"), ("mine_named:Net", "architecture")):
+        assert f"a file names {head} as the {what}: importing {folder / 'mine_named.py'}\n" in said
+    again = ewc_ft("evaluate", "o.pt", "--data", "mine_named:data").stderr
+    assert f"o.pt: a file names mine_named:Net as the architecture: importing {folder / 'mine_named.py'}\n" in again
+
+
+def test_what_stands_on_the_command_line_is_free(ewc_ft, folder):
+    (folder / "run.toml").write_text(f'data = "torch:load"\nmodel = "{MLP}"\noutput = "o.pt"\nepochs = 0\n')
+    ewc_ft("finetune", "--config", "run.toml", "--data", DATA, "--eval", DATA)
+    result = ewc_ft("finetune", "--config", "run.toml", "--data", "torch:arange?end=3", "--output", "p.pt", expect=1)
+    assert "a file names" not in result.stderr
+
+
+def test_ones_own_run_goes_on(ewc_ft, folder):
+    options = ("--model", MLP, "--data", "mine_named:data", "--eval", "mine_named:data", "--output", "o.pt")
+    ewc_ft("finetune", *options, "--epochs", 1)
+    document = json.loads((folder / "o.run" / "run.json").read_text())
+    (folder / "o.run" / "run.json").write_text(json.dumps({**document, "status": "interrupted"}))
+    assert "importing" in ewc_ft("finetune", "--resume", "o.run").stderr
+
+
+def test_a_run_of_somebody_else_runs_nothing(ewc_ft, folder):
+    ewc_ft("finetune", "--model", MLP, "--data", DATA, "--output", "o.pt", "--epochs", 1)
+    document = json.loads((folder / "o.run" / "run.json").read_text())
+    for key in ("data", "eval", "model", "arch"):
+        text = "os:system?command=touch+exploded"
+        options = document["options"] | {key: [text] if key == "eval" else text}
+        (folder / "o.run" / "run.json").write_text(json.dumps({**document, "status": "failed", "options": options}))
+        said = ewc_ft("finetune", "--resume", "o.run", expect=2).stderr
+        assert "a file names os:system" in said
+        assert f"--{key}" in said
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_checkpoints_record_names_nothing_foreign(ewc_ft, folder, text):
+    save_state_dict(folder / "m.pt", nn.Linear(2, 2), Record(architecture=text))
+    assert "a file names" in ewc_ft("evaluate", "m.pt", "--data", DATA, expect=1).stderr
+    with pytest.raises(ArchitectureError, match="a file names"):
+        build(text, trusted=False)
+
+
+def test_a_module_that_hides_an_installed_one_is_not_taken_for_it(folder):
+    (folder / "safetensors.py").write_text("from torch import nn\nclass Net(nn.Module):\n    pass\n")
+    with pytest.raises(ArchitectureError, match="no such module of your own"):
+        build("safetensors:Net", trusted=False)
+
+
+def test_python_path_counts_and_what_is_linked_into_the_installed_packages_does_not(folder):
+    """In a process of its own, whose path begins as that of a user."""
+    for place in ("on_path", "linked"):
+        (folder / place).mkdir()
+        (folder / place / f"{place}_nets.py").write_text("from torch import nn\nclass Net(nn.Module):\n    pass\n")
+    packages = folder / "venv" / "site-packages"
+    packages.mkdir(parents=True)
+    (packages / "editable.pth").write_text(f"import sys\n{folder / 'linked'}\n")
+    script = (
+        f"import os, sys\nsys.path += [{str(packages)!r}, {str(folder / 'linked')!r}]\n"
+        "from ewc_finetune.checkpoint.architecture import build\n"
+        "from ewc_finetune.errors import ArchitectureError\n"
+        "print(type(build('on_path_nets:Net', trusted=False)).__name__)\n"
+        "try:\n    build('linked_nets:Net', trusted=False)\n"
+        "except ArchitectureError as error:\n    print('no such module of your own' in str(error))\n"
+        "os.chdir('linked')\n"
+        "print(type(build('linked_nets:Net', trusted=False)).__name__)\n"
+    )
+    path = os.pathsep.join([str(folder / "on_path"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", script], check=False, env=environment, capture_output=True, text=True)
+    assert done.stdout == "Net\nTrue\nNet\n", done.stderr

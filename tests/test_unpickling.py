@@ -1,0 +1,79 @@
+"""Pickles that ask for more work than a checkpoint takes: refused before any of it is done."""
+
+import zipfile
+
+import pytest
+import torch
+from torch import nn
+
+from ewc_finetune.checkpoint import unpickling
+from ewc_finetune.checkpoint.opening import globals_asked_for, load_checkpoint
+from ewc_finetune.checkpoint.unpickling import check_pickle
+from ewc_finetune.errors import CheckpointError
+
+START = b"\x80\x02"
+DOUBLED = b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))
+HOSTILE = {
+    "lists within one another": START + b"(" * 2_000_000 + b"l" * 2_000_000 + b".",
+    "lists that wait for one another": START + b"]" * 1_000_000 + b"a" * 999_999 + b".",
+    "tuples within one another": START + b"N" + b"\x85" * 1_000_000 + b".",
+    "a key that is a million deep": START + b"}N" + b"\x85" * 1_000_000 + b"Ns.",
+    "a key of more parts than there is time": START + b"}N" + DOUBLED + b"Ns.",
+    "a key in the middle of an entry": START + b"}(N" + DOUBLED + b"Nu.",
+    "more steps than a model has": START + b"]" + (b"(" + b"N" * 9_000 + b"e") * 25 + b".",
+    "a name deep within itself": START + b"}(" + b"N" + b"\x85" * 101 + b"Nu.",
+}
+
+
+def archive(path, pickled):
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("archive/data.pkl", pickled)
+        file.writestr("archive/version", "3\n")
+    return path
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["archive", "bare"])
+@pytest.mark.parametrize("pickled", HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_pickles_are_refused_before_they_are_read(tmp_path, pickled, zipped, monkeypatch):
+    path = tmp_path / "m.pt"
+    archive(path, pickled) if zipped else path.write_bytes(pickled)
+    monkeypatch.setattr(unpickling, "_MOST_OPCODES", 200_000)  # of which there are ten times as many, to save time
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was read"))
+    with pytest.raises(CheckpointError, match=r"made to do harm, or holds more than a model: its pickle has"):
+        load_checkpoint(path)
+    assert globals_asked_for(path) == []
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["archive", "before 1.6"])
+def test_real_checkpoints_pass(tmp_path, zipped):
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(300)))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    document = {
+        "state_dict": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "history": [float(i) for i in range(12_000)],
+        "names": {f"token {i}": (i, (i,)) for i in range(6_000)},
+    }
+    torch.save(document, tmp_path / "m.pt", _use_new_zipfile_serialization=zipped)
+    check_pickle(tmp_path / "m.pt")
+    assert len(load_checkpoint(tmp_path / "m.pt").state) == 600
+
+
+def test_what_is_no_pickle_is_for_torch_to_say(tmp_path):
+    for content in (b"hello", b"\x80\x02", b"PK\x03\x04", b"\x80\x02h\x07.", b"a"):
+        (tmp_path / "m.pt").write_bytes(content)
+        check_pickle(tmp_path / "m.pt")
+        with pytest.raises(CheckpointError):
+            load_checkpoint(tmp_path / "m.pt")
+
+
+def test_what_to_save_is_an_entry_that_has_weights(tmp_path):
+    weights = nn.Linear(2, 2).state_dict()
+    torch.save({"epoch": 3, "net": weights}, tmp_path / "m.pt")
+    with pytest.raises(CheckpointError, match=r"'epoch' is a int.* weights_only=True\)\['net'\], 'weights.pt'\)"):
+        load_checkpoint(tmp_path / "m.pt")
+    torch.save({"epoch": 3}, tmp_path / "m.pt")
+    with pytest.raises(CheckpointError, match=r"It has no weights by name; save them: torch\.save\(model"):
+        load_checkpoint(tmp_path / "m.pt")
