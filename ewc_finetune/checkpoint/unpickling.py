@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import io
 import pickletools
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from ewc_finetune.checkpoint.archive import Archive, is_archive
 from ewc_finetune.errors import CheckpointError
 
 # A tensor takes some thirty: this is a checkpoint of some sixty thousand.
@@ -50,9 +50,9 @@ def check_pickle(path: Path) -> None:
 
 def _pickles(path: Path) -> Iterator[IO[bytes]]:
     """Go through the pickles in a file, each opened where it begins."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            for name in archive.namelist():
+    if is_archive(path):
+        with Archive(path) as archive:
+            for name in archive.members:
                 if name.rpartition("/")[2] in ("data.pkl", "constants.pkl"):
                     yield io.BytesIO(archive.read(name))
         return

@@ -59,7 +59,7 @@ def make_anchors(folder: Path) -> dict[str, Path]:
 
 
 def read(path: Path) -> tuple[dict[str, Any], bytes]:
-    """Return the header of an anchor without its checksums, with the provenance as a document, and what is behind it."""
+    """Return the header of an anchor without checksums, with the provenance as a document, and what is behind it."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
