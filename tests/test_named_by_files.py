@@ -97,6 +97,7 @@ def test_ones_own_run_goes_on(ewc_ft, folder):
     ewc_ft("finetune", *options, "--epochs", 1)
     document = json.loads((folder / "o.run" / "run.json").read_text())
     (folder / "o.run" / "run.json").write_text(json.dumps({**document, "status": "interrupted"}))
+    (folder / "o.pt").unlink()
     assert "importing" in ewc_ft("finetune", "--resume", "o.run").stderr
 
 

@@ -105,7 +105,7 @@ def test_paths_that_are_no_text(tmp_path):
 def test_what_torch_logs_of_a_damaged_program_is_not_printed(tmp_path):
     """In a process of its own, whose stderr is seen whole."""
     script = (
-        "import torch, zipfile\n"
+        "import sys, torch, zipfile\n"
         "program = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(3, 2),),"
         " dynamic_shapes=({0: torch.export.Dim('batch')},))\n"
         "torch.export.save(program, 'whole.pt2')\n"
@@ -115,7 +115,8 @@ def test_what_torch_logs_of_a_damaged_program_is_not_printed(tmp_path):
         "        model = 'models/' in name and name.endswith('.json')\n"
         "        cut.writestr(name, found.replace(b'torch.ops.aten', b'torch.ops.none') if model else found)\n"
         "from ewc_finetune.__main__ import main\n"
-        "main(['inspect', 'cut.pt2'])\n"
+        "sys.argv = ['ewc-ft', 'inspect', 'cut.pt2']\n"
+        "main()\n"
     )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False

@@ -62,7 +62,7 @@ def test_real_checkpoints_pass(tmp_path, zipped):
 
 
 def test_what_is_no_pickle_is_for_torch_to_say(tmp_path):
-    for content in (b"hello", b"\x80\x02", b"PK\x03\x04", b"\x80\x02h\x07.", b"a"):
+    for content in (b"hello", b"\x80\x02", b"\x80\x02h\x07.", b"a"):
         (tmp_path / "m.pt").write_bytes(content)
         check_pickle(tmp_path / "m.pt")
         with pytest.raises(CheckpointError):
