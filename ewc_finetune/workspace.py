@@ -187,7 +187,7 @@ def _undo(space: Path) -> list[Path]:
     try:
         journal = json.loads((space / _JOURNAL).read_text(encoding="utf-8"))
         # In a copy, or something from elsewhere, it does not speak of the files that are beside it now.
-        if journal["folder"] != _inode(space):
+        if journal["folder"] != _inode(space) or not all(_is_plain(thing["name"]) for thing in journal["things"]):
             return []
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return []
@@ -276,6 +276,11 @@ def _inode(path: Path) -> int | None:
         return path.lstat().st_ino
     except OSError:
         return None
+
+
+def _is_plain(name: str) -> bool:
+    """Whether it names something in the folder itself."""
+    return name not in ("", ".", "..") and Path(name).name == name
 
 
 def _is_empty_file(path: Path) -> bool:

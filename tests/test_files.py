@@ -1,4 +1,5 @@
 import errno
+import json
 import os
 import socket
 import stat
@@ -11,6 +12,7 @@ import pytest
 from ewc_finetune.errors import StorageError
 from ewc_finetune.files import atomic_folder, atomic_write, atomic_writes, check_output, sha256
 from ewc_finetune.run_folder import check_run_folder
+from ewc_finetune.workspace import recover
 
 
 def test_writes_and_renames(tmp_path):
@@ -185,3 +187,18 @@ except StorageError as error:
     winner = next(racer for racer in racers if racer.returncode == 0)
     assert (tmp_path / "file").read_text() == str(winner.pid)
     assert sum("what was to be there is file-" in text for text in told) == 7
+
+
+@pytest.mark.parametrize("name", ["../kept", "a/../../kept", "", ".."])
+def test_a_journal_from_somebody_else_moves_nothing_elsewhere(tmp_path, name):
+    folder = tmp_path / "folder"
+    space = folder / ".ewc-ft-00000000.tmp"
+    space.mkdir(parents=True)
+    (tmp_path / "kept").write_text("kept")
+    (space / "old-0").write_text("other")
+    made = (tmp_path / "kept").stat().st_ino
+    things = [{"name": name, "had": True, "made": made}]
+    journal = json.dumps({"folder": space.stat().st_ino, "provisional": True, "things": things})
+    (space / "journal").write_text(journal)
+    recover(folder, print)
+    assert (tmp_path / "kept").read_text() == "kept"
