@@ -1,7 +1,7 @@
 """Checksums in the metadata of a safetensors file, by which a flipped bit is noticed: the format itself has none.
 
 The metadata `ewc_checksums` are a JSON object: of each tensor the CRC-32 of its bytes, eight hexadecimal digits by the
-tensor's name, and under the empty name that of the rest of the header (`header_checksum`).
+tensor's name, and under `__metadata__` that of the rest of the header (`header_checksum`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
+from operator import ne
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from ewc_finetune.errors import AnchorError, EwcError
 from ewc_finetune.tensor_source import Entry, TensorSource
 
 KEY = "ewc_checksums"
-# Where the checksum of the header stands among those of tensors.
-_HEADER = ""
+# Where the checksum of the header stands among those of tensors, none of which can be called so.
+_HEADER = "__metadata__"
 
 
 def checksum(tensor: Tensor) -> str:
@@ -63,6 +64,8 @@ def read_checksums(
         EwcError: of that kind, if the header is not the one that was written.
     """
     if KEY not in metadata:
+        if any(len(name) == len(KEY) and sum(map(ne, name, KEY)) == 1 for name in metadata):
+            raise damaged("its header", where, error)
         return None
     try:
         found = json.loads(metadata[KEY])

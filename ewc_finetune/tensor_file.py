@@ -97,8 +97,9 @@ def write_tensors(temporary: Path, path: Path, tensors: Mapping[str, Tensor], me
     seen: set[int] = set()
     for name, tensor in tensors.items():
         whole = tensor.detach().cpu().contiguous()
-        separate[name] = whole.clone() if whole.data_ptr() in seen else whole
-        seen.add(whole.data_ptr())
+        storage = whole.untyped_storage().data_ptr()
+        separate[name] = whole.clone() if storage in seen else whole
+        seen.add(storage)
     checksums = {name: checksum(tensor) for name, tensor in separate.items()}
     forms = dict.fromkeys(separate, ("", ()))  # known when they are written
     try:

@@ -1,4 +1,5 @@
 import os
+import signal
 import warnings
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from torch.utils.data import TensorDataset
 from ewc_finetune.checksums import KEY as CHECKSUMS
 from ewc_finetune.cli import main
 from ewc_finetune.curvature.engine import Engine
+
+# A shell has what it starts in the background ignore Ctrl-C, and what that starts would ignore it too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -157,7 +157,7 @@ def test_a_missing_file_and_a_plain_model(tmp_path):
     with pytest.raises(AnchorError, match="there is no anchor at"):
         Anchor.load(tmp_path / "none.safetensors")
     save_file({"weight": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(AnchorError, match=r"not an anchor .* read from a state dict"):
+    with pytest.raises(AnchorError, match=r"not an anchor .* makes the anchor of a model's weights"):
         Anchor.load(tmp_path / "model.safetensors")
 
 

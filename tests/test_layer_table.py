@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 
 import pytest
 import torch
@@ -63,6 +64,7 @@ SOURCE = "import torch\nfrom torch import nn\n\n\n"
 
 @pytest.fixture
 def deep(ewc_ft, tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "deep", raising=False)  # of another test's folder
     (tmp_path / "deep.py").write_text(SOURCE + inspect.getsource(Deep))
     values = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)).tolist()
     rows = [",".join(f"{value:.3f}" for value in row) for row in values]

@@ -458,7 +458,7 @@ def command(*arguments):
 def started(tmp_path, *arguments):
     """Start a sweep of two processes, and wait until both are training; return it and their ids."""
     process = subprocess.Popen(command(*arguments), cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    for _ in range(600):
+    for _ in range(2400):
         if len(list(tmp_path.glob("s.sweep/*.run/state.pt"))) >= 2:
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             return process, [
@@ -466,6 +466,7 @@ def started(tmp_path, *arguments):
             ]
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.1)
+    process.kill()
     raise AssertionError("no run has begun")
 
 

@@ -62,6 +62,7 @@ class Archive:
         try:
             self._check_end(len(found))
             _check_names(path, [member.orig_filename for member in found])
+            self._check_places(found)
             _check_packed(path, found)
         except BaseException:
             self._archive.close()
@@ -90,7 +91,9 @@ class Archive:
         if name not in self.members:
             raise self._damaged(f"it has no {name}")
         with self._reading(name) as file:
-            return file.read()
+            found = file.read()
+        self._check_size(name, len(found))
+        return found
 
     def verify(self, count: Callable[[int], None] = lambda size: None) -> None:
         """Read every member, and compare it with its checksum.
@@ -103,8 +106,11 @@ class Archive:
         """
         for name in self.members:
             with self._reading(name) as file:
+                read = 0
                 while block := file.read(_BLOCK):
+                    read += len(block)
                     count(len(block))
+            self._check_size(name, read)
 
     def rewrite(self, target: Path, changed: Mapping[str, bytes | bytearray]) -> None:
         """Write the archive with other bytes for some members, and new ones behind them; no time goes into it."""
@@ -123,8 +129,33 @@ class Archive:
         except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError) as error:
             raise self._damaged(f"the bytes of {name} are not those that were written: {error}") from error
 
+    def _check_size(self, name: str, size: int) -> None:
+        if size != self.members[name]:
+            raise self._damaged(f"{name} has {size:,} bytes, and should have {self.members[name]:,}")
+
     def _damaged(self, reason: str) -> CheckpointError:
         return CheckpointError(f"{self.path} is a damaged archive ({reason}). Copy it again from where it came")
+
+    def _check_places(self, members: list[zipfile.ZipInfo]) -> None:
+        """Refuse members whose two headers differ, that lie in one another, or are of two sizes."""
+        end = 0
+        with self.path.open("rb") as file:
+            for member in sorted(members, key=lambda member: member.header_offset):
+                signature, _, flags, method, *_, name, extra = _read(file, member.header_offset, _LOCAL)
+                stored = member.compress_type == zipfile.ZIP_STORED
+                if (
+                    signature != b"PK\x03\x04"
+                    or member.header_offset < end
+                    or flags != member.flag_bits
+                    or flags & _ENCRYPTED
+                    or method != member.compress_type
+                    or method not in _METHODS
+                    or (stored and member.compress_size != member.file_size)
+                ):
+                    raise self._damaged(f"the headers of {member.filename!r:.100} differ")
+                end = member.header_offset + _LOCAL.size + name + extra + member.compress_size
+        if end > self._archive.start_dir:
+            raise self._damaged("its members run into the list of them")
 
     def _check_end(self, count: int) -> None:
         """Refuse an archive whose end can be read in two ways: with a comment, a gap, or two lists of members."""
@@ -143,6 +174,10 @@ class Archive:
         if (entries, start, start + size) != (count, self._archive.start_dir, end):
             raise self._damaged("its list of members is not where it is said to be")
 
+
+_LOCAL = struct.Struct("<4s5H3L2H")
+_ENCRYPTED = 1
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 # What the short end says of entries, size and start where only the long one has room for them.
 _UNSAID = (0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF)
@@ -165,7 +200,8 @@ def _check_names(path: Path, names: list[str]) -> None:
     for name in names:
         if ".." in name.split("/") or name.startswith("/") or not name.isprintable() or "\\" in name:
             raise CheckpointError(f"{path} was made to do harm: its archive names {name!r:.100}. Don't use it")
-    name, times = next(iter(Counter(names).most_common(1)), ("", 0))
+    # torch's parser takes names that differ in case for the same.
+    name, times = next(iter(Counter(name.casefold() for name in names).most_common(1)), ("", 0))
     if times > 1:
         raise CheckpointError(
             f"{path} was made to do harm: its archive has {times} members {name!r:.100}. Don't use it"

@@ -18,6 +18,12 @@ from ewc_finetune.checkpoint.exported_texts import check_texts
 from ewc_finetune.checkpoint.program import RECORD, Program, silent
 from ewc_finetune.errors import ArchitectureError, CheckpointError
 
+# What building raises of a document that is not as torch writes it.
+_MALFORMED = (
+    *(KeyError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError),
+    *(RuntimeError, RecursionError, SyntaxError, IndexError),
+)
+
 
 class Exported(Program):
     """An archive that `torch.export.save` wrote, read as data.
@@ -42,7 +48,7 @@ class Exported(Program):
             self._sizes = sizes_of_inputs(archive.program)
         except NotPlainError as error:
             raise NotPlainError(_refusal(path, str(error))) from error
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError, SyntaxError) as error:
+        except _MALFORMED as error:
             raise CheckpointError(f"{path} is not an exported program that can be read ({error!r:.200})") from error
         self._weights, self._extra = archive.weights, archive.extra
         super().__init__(path, self._graph, Record.read_text(self._extra.get(RECORD), str(path)))

@@ -6,9 +6,10 @@ done: what an archive may have is on a list.
 
 from __future__ import annotations
 
-import io
 import json
+import math
 import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ewc_finetune.checkpoint.archive import Archive
+from ewc_finetune.checkpoint.stored_tensors import check_archive
 from ewc_finetune.errors import CheckpointError
 
 GRAPH = "models/model.json"
@@ -70,6 +72,8 @@ class Stored:
         Raises:
             RuntimeError, ValueError: if the record is too short for it.
         """
+        if math.prod(self.size) * self.dtype.itemsize > len(record):  # elements may not stand for one another
+            raise ValueError(f"{math.prod(self.size):,} elements in {len(record):,} bytes")
         if 0 in self.size:
             return torch.empty(self.size, dtype=self.dtype)
         return torch.as_strided(torch.frombuffer(record, dtype=self.dtype), self.size, self.stride, self.offset)
@@ -150,12 +154,14 @@ def _check_members(archive: Archive) -> None:
 def _check_samples(archive: Archive) -> None:
     """Refuse sample inputs that are more than tensors: they are not used here, and torch unpickles them."""
     if archive.members.get(_SAMPLES, 0):
-        try:
-            torch.load(io.BytesIO(archive.read(_SAMPLES)), weights_only=True)
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise NotPlainError(f"its sample inputs are a pickle of more than tensors ({error!r:.80})") from error
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "samples.pt")
+            path.write_bytes(archive.read(_SAMPLES))
+            try:
+                check_archive(path)
+                torch.load(path, weights_only=True)
+            except Exception as error:
+                raise NotPlainError(f"its sample inputs are a pickle of more than tensors ({error!r:.80})") from error
 
 
 def _document(archive: Archive, name: str) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def build_graph(program: Mapping[str, Any], tensors: Mapping[str, Tensor], state
     root = nn.Module()
     for name, tensor in tensors.items():
         _register(root, name, tensor, name in state)
-    builder = _Builder(root)
+    builder = _Builder(root, tensors)
     inputs = builder.lifted(signature["input_specs"])
     builder.add(module["graph"])
     builder.mutate(signature["output_specs"], module["graph"]["outputs"])
@@ -106,12 +106,14 @@ class _Builder:
     """Builds a graph node by node.
 
     Args:
-        root: Has the tensors, by the names that the graph takes them by.
+        root: Has the tensors.
+        tensors: The names of those, which are all that the graph may take them by.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, tensors: Collection[str]) -> None:
         self.graph = fx.Graph()
         self._root = root
+        self._tensors = tensors
         self._nodes: dict[str, fx.Node] = {}
 
     def lifted(self, specs: list[dict[str, Any]]) -> list[str]:
@@ -126,10 +128,7 @@ class _Builder:
                 inputs.append(_plain(name))
                 self._nodes[name] = self.graph.placeholder(name)
             elif kind in ("parameter", "buffer", "tensor_constant"):
-                path = told[f"{kind}_name"]
-                if not isinstance(path, str) or not _PATH.fullmatch(path):
-                    raise NotPlainError(f"it has the name {path!r:.100}")
-                self._nodes[told["arg"]["name"]] = self.graph.get_attr(path)
+                self._nodes[told["arg"]["name"]] = self._tensor(told[f"{kind}_name"])
             else:
                 raise NotPlainError(f"it has an input that is a {kind!r:.40}")
         return inputs
@@ -147,10 +146,16 @@ class _Builder:
         for spec, output in zip(specs, outputs, strict=True):
             ((kind, told),) = spec.items()
             if kind == "buffer_mutation":
-                buffer = self.graph.get_attr(told["buffer_name"])
+                buffer = self._tensor(told["buffer_name"])
                 self.graph.call_function(torch.ops.aten.copy_.default, (buffer, self._value(output)))
             elif kind not in ("user_output", "loss_output"):
                 raise NotPlainError(f"it has an output that is a {kind!r:.40}")
+
+    def _tensor(self, path: object) -> fx.Node:
+        """Return a node of one of the module's own tensors, whose names are all plain: fx puts them into code."""
+        if path not in self._tensors:
+            raise NotPlainError(f"it has no tensor {path!r:.100}")
+        return self.graph.get_attr(str(path))
 
     def output(self, graph: Mapping[str, Any], specs: list[dict[str, Any]] | None = None) -> None:
         """Say what is returned: of a whole program those outputs that are the user's."""
@@ -212,7 +217,7 @@ class _Builder:
 
     def _graph(self, graph: Mapping[str, Any]) -> fx.Node:
         """Add a graph within the graph as a module of its own."""
-        inner = _Builder(self._root)
+        inner = _Builder(self._root, self._tensors)
         for argument in graph["inputs"]:
             name = _plain(_name_of(argument))
             inner._nodes[name] = inner.graph.placeholder(name)
@@ -289,7 +294,8 @@ def _target(name: str) -> Callable[..., Any]:
     parts = name.split(".")
     found: Any = None
     if parts[:2] == ["torch", "ops"] and len(parts) == 5 and is_computation(*parts[2:4]):
-        found = getattr(getattr(getattr(torch.ops, parts[2]), parts[3]), parts[4], None)
+        operators = getattr(getattr(torch.ops, parts[2]), parts[3])
+        found = getattr(operators, parts[4]) if parts[4] in operators.overloads() else None
     elif name in _WRAPPERS:
         found = getattr(torch.ops.higher_order, parts[-1])
     elif parts[0] == "_operator" and len(parts) == 2 and parts[1] in _OPERATORS:

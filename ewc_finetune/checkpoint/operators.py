@@ -1,4 +1,4 @@
-"""Which of torch's operators a program from a file may call: those that compute, on what they are given."""
+"""Which of torch's operators a program from a file may call: those that compute, within the bounds of their inputs."""
 
 from __future__ import annotations
 
@@ -6,27 +6,45 @@ from functools import cache
 
 import torch
 
-# Where the operators of programs come from that torch writes; each of these computes, but for what is named below.
-_NAMESPACES = ("aten", "prims", "torchvision")
 # Of `prim` those that look at values or end the program; the others call elsewhere, print, or are of torch's passes.
 _OF_PRIM = frozenset(
     """
     Uninitialized NumToTensor RaiseException EnumName EnumValue TupleIndex TupleUnpack StringIndex IfThenElse
-    ModuleContainerIndex abs data device dtype grad index is_contiguous is_cpu is_cuda is_ipu is_maia is_meta
-    is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr is_vulkan is_xla is_xpu itemsize layout
-    max min name nbytes rangelist requires_grad shape tolist type unchecked_cast unchecked_unwrap_optional
+    ModuleContainerIndex abs data device dtype grad index is_contiguous is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn
+    is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr is_vulkan is_xla is_xpu itemsize layout max min name
+    nbytes rangelist requires_grad shape tolist type unchecked_cast unchecked_unwrap_optional
     """.split()
 )
-# They read or write a file, print, or move generators that everybody shares.
-_REFUSED = frozenset({"save", "from_file", "_print", "manual_seed", "seed", "_cufft_set_plan_cache_max_size"})
-# What texts may be for. An operator that takes a text for anything else is refused: it may name a file.
-_TEXTS = frozenset(
+# Names with an underscore in front are torch's own business, some of which checks no bounds, but for these.
+_INNER = frozenset(
     """
-    UPLO a activation algorithm api_name approximate assert_msg b chars cls device_type dict driver el equation
-    fillchar idx ind indexing input inputs interpolation item key l message mode msg new norm old ord p pad_mode
-    padding padding_side reduce rounding_mode s self separator side string substr t to_add type values
+    __and__ __contains__ __derive_index __getitem__ __interpolate __is__ __isnot__ __lshift__ __not__ __or__
+    __range_length __round_to_zero_floordiv __rshift__ __upsample __xor__ _adaptive_avg_pool2d _adaptive_avg_pool3d
+    _add_relu _assert_async _assert_scalar _assert_tensor_metadata _cast_Byte _cast_Char _cast_Double _cast_Float
+    _cast_Half _cast_Int _cast_Long _cast_Short _conj _convolution _convolution_mode _cummax_helper _fused_dropout
+    _fused_rms_norm _get_tracing_state _grid_sampler_2d_cpu_fallback _infer_size _log_softmax
+    _native_batch_norm_legit _native_batch_norm_legit_no_training _native_multi_head_attention _pack_padded_sequence
+    _pad_circular _pad_enum _pad_packed_sequence _scaled_dot_product_attention_math
+    _scaled_dot_product_flash_attention_for_cpu _set_item _shape_as_tensor _size_if_not_equal _softmax _stack
+    _thnn_fused_gru_cell _thnn_fused_lstm_cell _to_copy _transformer_encoder_layer_fwd _trilinear _unsafe_index
+    _unsafe_view _unwrap_optional _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_lanczos2d_aa
+    _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d _weight_norm
+    _weight_norm_interface
     """.split()
 )
+# Of the others those that read or write files, the memory of another tensor or what everybody shares, or print, and
+# those that make a character of a number: texts are printed, and looked at before.
+_REFUSED = frozenset(
+    """
+    backward chr percentFormat save from_file manual_seed seed initial_seed set_grad_enabled set_ set set_data
+    resize resize_ resize_as resize_as_ resize_as_sparse resize_as_sparse_ record_stream segment_reduce to_here
+    local_value owner owner_name is_owner confirmed_by_owner wait rename rename_ retain_grad lift
+    """.split()
+)
+_REFUSED_PARTS = ("_backward", "cudnn_", "fbgemm_", "miopen_", "mkldnn", "mps_", "quantize", "shallow_copy", "sparse_")
+_OF_TORCHVISION = frozenset({"deform_conv2d", "nms", "ps_roi_align", "ps_roi_pool", "roi_align", "roi_pool"})
+# An operator of a later torch that takes something so called may touch files.
+_FILES = frozenset({"filename", "file"})
 
 
 @cache
@@ -39,15 +57,17 @@ def is_computation(namespace: str, name: str) -> bool:
     """
     if namespace == "prim":
         return name in _OF_PRIM
-    if namespace not in _NAMESPACES or name in _REFUSED:
-        return False
     if namespace == "torchvision":
-        import torchvision  # noqa: F401 - registers its operators
-    schemas = torch._C._jit_get_schemas_for_operator(f"{namespace}::{name}")
-    texts = {argument.name for schema in schemas for argument in schema.arguments if "str" in str(argument.type)}
-    return bool(schemas) and texts <= _TEXTS
+        return name in _OF_TORCHVISION
+    if namespace != "aten" or name in _REFUSED or any(part in name for part in _REFUSED_PARTS):
+        return False
+    if name.startswith("_") and name not in _INNER:
+        return False
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    return bool(schemas) and not any(argument.name in _FILES for schema in schemas for argument in schema.arguments)
 
 
-def touches_files(name: str) -> bool:
-    """Whether an operator of that name, called as a method, would do what none may."""
-    return name in _REFUSED
+@cache
+def is_refused(name: str) -> bool:
+    """Whether an attribute or a method of that name may be an operator of torch's that does more than compute."""
+    return bool(torch._C._jit_get_schemas_for_operator(f"aten::{name}")) and not is_computation("aten", name)

@@ -124,5 +124,6 @@ class _Reader(pickle.Unpickler):
             size = _SIZES.get(getattr(pid[1], "__name__", ""))
             if size is None or not isinstance(pid[4], int) or pid[4] < 0:
                 raise ValueError(f"a storage of {pid[4]!r:.40} elements of {getattr(pid[1], '__name__', pid[1])!r:.40}")
-            self.storages[str(pid[2])] = size * pid[4]
+            if self.storages.setdefault(str(pid[2]), size * pid[4]) != size * pid[4]:
+                raise ValueError(f"the storage {pid[2]!r:.40} has two sizes")
         return _Inert()

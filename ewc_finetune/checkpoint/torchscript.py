@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickletools
 import re
 from collections import OrderedDict
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from ewc_finetune.checkpoint.archive import Archive
 from ewc_finetune.checkpoint.checkpoint import Record
 from ewc_finetune.checkpoint.program import RECORD, Program, silent
-from ewc_finetune.checkpoint.torchscript_code import find_refused
+from ewc_finetune.checkpoint.torchscript_code import find_refused, is_printable
 from ewc_finetune.errors import CheckpointError
 
 # What torch.jit.save writes. Anything else may be of a format of long ago, whose code lies elsewhere.
@@ -20,6 +21,8 @@ _MEMBERS = re.compile(
     r"version|byteorder|\.data/.+|extra/.+|data/\d+|constants/\d+|traced_inputs/\d+|(data|constants|traced_inputs)\.pkl|"
     r"code/.+\.py(\.debug_pkl)?"
 )
+
+_CLASSES = b"torch.classes"
 
 
 class TorchScript(Program):
@@ -60,17 +63,28 @@ class TorchScript(Program):
 
 def _check_code(path: Path) -> None:
     with Archive(path) as archive:
-        strange = next((name for name in archive.members if not _MEMBERS.fullmatch(name)), None)
-        reason = (
-            f"its archive has {strange!r:.100}"
-            if strange is not None
-            else find_refused(archive.read(name) for name in archive.members if name.endswith(".py"))
+        found = (reason for name in archive.members if (reason := _strange(name, archive)) is not None)
+        reason = next(found, None) or find_refused(
+            archive.read(name) for name in archive.members if name.endswith(".py")
         )
     if reason is not None:
         raise CheckpointError(
             f"{path} is TorchScript that may do more than compute, so it was not loaded: {reason}. If you know who "
             "made the file, and trust them: --trust-code"
         )
+
+
+def _strange(name: str, archive: Archive) -> str | None:
+    """Say what is strange about a member that is no code."""
+    if not _MEMBERS.fullmatch(name):
+        return f"its archive has {name!r:.100}"
+    if not name.endswith(".pkl"):
+        return None
+    content = archive.read(name)
+    if _CLASSES in content:  # which have setters of their own, in C++
+        return "it has an object of a class of torch's own"
+    texts = (value for _, value, _ in pickletools.genops(content) if isinstance(value, str))
+    return next((f"it has the text {text!r:.40}" for text in texts if not is_printable(text)), None)
 
 
 def _load(path: Path) -> tuple[dict[str, Any], torch.jit.ScriptModule]:

@@ -177,6 +177,39 @@ def _structure(members: Members, mark: Path) -> Members:
 _LEAF = {"type": None, "context": None, "children_spec": []}
 
 
+def _buffer(members: Members, mark: Path) -> Members:
+    """A name that fx would put into code as it stands, of a buffer that need not be there."""
+    name = f"dump_patches.x\")\rexec(\"__import__('os')\\x2emkdir('{mark}')\")\rdef q(self):\r    getattr(0, \"real"
+
+    def change(document: dict) -> None:
+        module = document["graph_module"]
+        outputs = module["graph"]["outputs"]
+        module["signature"]["output_specs"].insert(
+            0, {"buffer_mutation": {"arg": {"name": "add"}, "buffer_name": name}}
+        )
+        outputs.insert(0, outputs[0])
+
+    return _document(members, "model.json", change)
+
+
+def _samples(members: Members, mark: Path) -> Members:
+    """Tuples within tuples, whose parts are counted by the billion where one is a key."""
+    value: object = (0,)
+    for _ in range(40):
+        value = (value, value)
+    buffer = io.BytesIO()
+    torch.save([value], buffer)
+    return {**members, f"{_root(members)}/data/sample_inputs/model.pt": buffer.getvalue()}
+
+
+def _stretched(members: Members, mark: Path) -> Members:
+    def change(document: dict) -> None:
+        meta = document["config"]["last.weight"]["tensor_meta"]
+        meta |= {"sizes": [{"as_int": 2**30}, {"as_int": 3}], "strides": [{"as_int": 0}, {"as_int": 1}]}
+
+    return _document(members, "model_weights_config.json", change)
+
+
 def _with(name: str) -> Callable[[Members, Path], Members]:
     return lambda members, mark: {**members, f"{_root(members)}/{name}": bomb(mark)}
 
@@ -201,6 +234,12 @@ HOSTILE_EXPORTS: dict[str, Callable[[Members, Path], Members]] = {
     "an extension": _target("#os:mkdir"),
     "a name": _name,
     "a structure": _structure,
+    "a buffer's name": _buffer,
+    "sample inputs without end": _samples,
+    "a stretched weight": _stretched,
+    "an attribute of an operator": _target("torch.ops.aten.relu.__getattr__"),
+    "memory without bounds": _target("torch.ops.aten._reshape_alias.default"),
+    "everybody's generator": _target("torch.ops.aten.manual_seed.default"),
 }
 
 
@@ -288,4 +327,13 @@ HOSTILE_STATEMENTS = (
     "_8 = open(x)",
     "_8 = 'é'",
     "_8 = (lambda: 1)()",
+    'print("x")\n    print = __torch__.archives.Plain',
+    "_8 = fork(self, x, )\n    fork = __torch__.archives.Plain",
+    "_8 = torch._reshape_alias(x, [4000000000, 4], [4, 1])",
+    "_8 = torch.set_grad_enabled(False)",
+    'torch.warn("\\033[31mHELLO", 2)',
+    "_8 = torch.chr(27)",
+    "_8 = (x).resize_([4, 4], )",
+    "_8 = torch.set_(x, x)",
+    '_8 = torch.percentFormat("%c", 27)',
 )

@@ -116,6 +116,14 @@ def test_no_flip_goes_unnoticed(originals, tmp_path, name):
     assert noticed > len(FLIPS) / 3  # the others are in what nobody reads: padding, times of members
 
 
+def test_a_flip_in_the_name_of_the_checksums_is_noticed(originals, tmp_path):
+    for name in ("anchor.safetensors", "weights.safetensors"):
+        content = (originals / name).read_bytes()
+        (tmp_path / name).write_bytes(content.replace(b"ewc_checksums", b"ewc_checksumr"))
+        with pytest.raises(EwcError, match="its header is not as it was written"):
+            content_of(tmp_path / name)
+
+
 def test_inspect_says_whether_a_file_is_as_it_was_written(originals, ewc_ft, tmp_path):
     for name, told in (
         ("anchor.safetensors", "as it was written, by its checksums; sha256 "),
