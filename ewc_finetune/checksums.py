@@ -90,7 +90,7 @@ def check_tensor(name: str, tensor: Tensor, checksums: Mapping[str, str], where:
 def verdict(has_checksums: bool) -> str:
     """Say what it tells that a file could be read whole, its checksums included where it has any."""
     if has_checksums:
-        return "as it was written, by its checksums"
+        return "all that is read of it is as it was written, by its checksums"
     return "it can be read, and has no checksums to compare it with"
 
 

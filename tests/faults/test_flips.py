@@ -126,12 +126,12 @@ def test_a_flip_in_the_name_of_the_checksums_is_noticed(originals, tmp_path):
 
 def test_inspect_says_whether_a_file_is_as_it_was_written(originals, ewc_ft, tmp_path):
     for name, told in (
-        ("anchor.safetensors", "as it was written, by its checksums; sha256 "),
-        ("parts.safetensors.index.json", "as it was written, by its checksums; sha256 "),
-        ("weights.safetensors", "as it was written, by its checksums"),
+        ("anchor.safetensors", "all that is read of it is as it was written, by its checksums; sha256 "),
+        ("parts.safetensors.index.json", "all that is read of it is as it was written, by its checksums; sha256 "),
+        ("weights.safetensors", "all that is read of it is as it was written, by its checksums"),
         ("source.weights.safetensors", "it can be read, and has no checksums to compare it with"),
-        ("state.pt", "as it was written, by its checksums"),
-        ("exported.pt2", "as it was written, by its checksums"),
+        ("state.pt", "all that is read of it is as it was written, by its checksums"),
+        ("exported.pt2", "all that is read of it is as it was written, by its checksums"),
     ):
         assert told in ewc_ft("inspect", originals / name, "--verify").stderr
         assert "verified" not in ewc_ft("inspect", originals / name).stderr
