@@ -87,9 +87,8 @@ def _calls_of(function: ast.FunctionDef, defined: Set[str]) -> Iterator[str]:
     """Yield the reasons that lie in what a function calls."""
     if function.name in _RUN_AT_LOAD:
         yield f"it defines {function.name}, which runs as it is loaded"
-    aliases = {
-        name for name, found in _assigned(function).items() if _ALIAS.fullmatch(name) and all(map(_is_own, found))
-    }
+    assigned = _assigned(function).items()
+    aliases = {name for name, found in assigned if found and _ALIAS.fullmatch(name) and all(map(_is_own, found))}
     for node in ast.walk(function):
         if not isinstance(node, ast.Call):
             continue
@@ -157,6 +156,8 @@ def _is_allowed(chain: tuple[str, ...]) -> bool:
         return len(chain) == 2 and is_computation("aten", chain[1])
     if chain[0] == "ops":
         return len(chain) == 3 and is_computation(chain[1], chain[2])
+    if chain[0] == "CONSTANTS":  # a method of one would be an operator's
+        return len(chain) == 2
     if chain[0] == "__torch__":
-        return chain[1:3] != ("torch", _CUSTOM)
+        return chain[1:3] != ("torch", _CUSTOM) and not any(map(is_refused, chain[1:]))
     return True
