@@ -81,11 +81,15 @@ class Workspace:
 
     def _exchange(self, paths: Sequence[Path], overwrite: bool, provisional: bool) -> None:
         self._begin(paths, provisional)
+        n = 0
         try:
             for n, path in enumerate(paths):
                 if overwrite and os.path.lexists(path):
                     path.rename(self.path / f"old-{n}")
                 _put(self.new(n), path)
+        except FileExistsError:
+            _undo(self.path, reached=n)
+            raise
         except BaseException:
             self.undo()
             raise
@@ -182,8 +186,13 @@ def _make(folder: Path) -> tuple[Path, Any] | None:
     return None
 
 
-def _undo(space: Path) -> list[Path]:
-    """Do what a workspace's journal asks for, and return what was put back; any number of times, from any state."""
+def _undo(space: Path, reached: int | None = None) -> list[Path]:
+    """Do what a workspace's journal asks for, and return what was put back; any number of times, from any state.
+
+    Args:
+        space: The workspace.
+        reached: The first thing whose place was another's, so that an empty file there, or later, is not its own.
+    """
     try:
         journal = json.loads((space / _JOURNAL).read_text(encoding="utf-8"))
         # In a copy, or something from elsewhere, it does not speak of the files that are beside it now.
@@ -197,7 +206,8 @@ def _undo(space: Path) -> list[Path]:
         for n, thing in things:
             path, new, old = space.parent / thing["name"], space / f"new-{n}", space / f"old-{n}"
             moved, waiting = os.path.lexists(old), os.path.lexists(new)
-            if _inode(path) == thing["made"] or (waiting and (moved or not thing["had"]) and _is_empty_file(path)):
+            keeps_place = waiting and (moved or not thing["had"]) and (reached is None or n < reached)
+            if _inode(path) == thing["made"] or (keeps_place and _is_empty_file(path)):
                 if waiting:
                     path.unlink()
                 else:

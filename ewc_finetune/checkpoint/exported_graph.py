@@ -25,7 +25,7 @@ from ewc_finetune.checkpoint.operators import is_computation
 
 _SCHEMA = 8
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_PATH = re.compile(r"[A-Za-z_0-9]+(\.[A-Za-z_0-9]+)*")
+_PATH = re.compile(r"[A-Za-z_0-9-]+(\.[A-Za-z_0-9-]+)*")
 # What graphs take from Python, by module.
 _OPERATORS = frozenset(
     """
