@@ -247,3 +247,9 @@ def test_programs_that_are_none(tmp_path, exported):
         changed = json.dumps({**document, **change}).encode()
         with pytest.raises(CheckpointError, match=r"is not an exported program|may run code"):
             load_checkpoint(archives.write_members(tmp_path / "x.pt2", {**members, graph: changed}))
+
+
+def test_damaged_inputs_of_a_trace_are_not_read(tmp_path):
+    members = archives.members_of(archives.script(tmp_path / "m.pt", archives.Plain("m")))
+    path = archives.write_members(tmp_path / "x.pt", {**members, "m/traced_inputs.pkl": b"\xffno pickle"})
+    assert load_checkpoint(path).format == "torchscript"
