@@ -233,7 +233,7 @@ class Trainer:
             first = int((~finite).nonzero()[0])
             raise NonFiniteError(
                 f"the loss is {losses[first].item()} at step {self.step - len(losses) + first + 1}. "
-                "Try a lower --lr or a lower --lambda"
+                f"Try a lower --lr{' or a lower --lambda' if self.penalty is not None else ''}"
             )
         loss = losses.mean().item()
         held = self.penalty.value() if self.penalty is not None else 0.0

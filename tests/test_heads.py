@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from conftest import Small, trained
+from notes import Notes
 from test_penalty import make_anchor
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -16,7 +17,6 @@ from ewc_finetune.curvature.fisher import compute_fisher
 from ewc_finetune.errors import AnchorMismatchError, ArchitectureError, DataError, UsageError
 from ewc_finetune.heads import find_head, replace_head, with_head_of
 from ewc_finetune.likelihood import Categorical, get_likelihood
-from ewc_finetune.progress import Silent
 from ewc_finetune.stack import collapse
 
 ARCHITECTURE = "mlp?in_features=4&hidden=8&num_classes=3&batch_norm=false"
@@ -323,16 +323,6 @@ def test_two_heads_are_not_averaged_though_they_are_of_one_shape(anchored, tmp_p
     ewc.finetune(None, data(3), anchors=tmp_path / "b.safetensors", epochs=1, output=tmp_path / "c.pt")
     after = ewc.consolidate(tmp_path / "c.pt", data(3))
     assert after.provenance.head == new.provenance.head
-
-
-class Notes(Silent):
-    """A progress that remembers."""
-
-    def __init__(self):
-        self.lines = []
-
-    def note(self, message):
-        self.lines.append(message)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 from conftest import Small, trained
+from notes import Notes
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
 from ewc_finetune.data.domain import as_domain
-from ewc_finetune.progress import Silent
 from ewc_finetune.verbs import idle
 
 
@@ -19,19 +19,10 @@ def made(samples=40):
     return TensorDataset(torch.randn(samples, 4, generator=generator), torch.arange(samples) % 3)
 
 
-class Notes(Silent):
-    def __init__(self):
-        self.idle = []
-
-    def note(self, message):
-        if "does nothing" in message:
-            self.idle.append(message)
-
-
 def told(verb, *arguments, **options):
     notes = Notes()
     verb(*arguments, progress=notes, **options)
-    return notes.idle
+    return notes.about("does nothing")
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +91,7 @@ def test_of_consolidate_and_merge(anchor):
     why = "--kfac-dtype does nothing: factors that are kept whole (--kfac-rank full) are in float32"
     notes = Notes()
     blocks = ewc.consolidate(model, made(), curvature="kfac", progress=notes, **whole)
-    assert notes.idle == [why]
+    assert notes.about("does nothing") == [why]
     assert told(ewc.merge, [blocks, blocks], **whole) == [why]
     assert told(ewc.merge, [anchor], lineage="latest") == ["--lineage does nothing: it is for several anchors"]
     assert told(ewc.merge, [anchor], online=True, gamma=0.5) == ["--gamma does nothing: it is for several anchors"]

@@ -9,6 +9,7 @@ import torch
 from conftest import Small, trained
 from hypothesis import given
 from hypothesis import strategies as st
+from notes import Notes
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -59,17 +60,12 @@ def test_the_largest_within_the_tolerance(edge):
 
 
 def test_no_lambda_is_weak_enough():
-    notes = []
-
-    class Notes(Silent):
-        def note(self, message):
-            notes.append(message)
-
-    found, _ = searched(lambda _: 0.5, gain=8.0, old_at=lambda _: 0.7, progress=Notes())
+    notes = Notes()
+    found, _ = searched(lambda _: 0.5, gain=8.0, old_at=lambda _: 0.7, progress=notes)
     assert not found.met
     assert found.strength == min(t.strength for t in found.trials[1:])
-    assert "none that was tried is the largest within 2.0% of plain training" in notes[-1]
-    assert "(old 0.7000)" in notes[1]
+    assert "none that was tried is the largest within 2.0% of plain training" in notes.lines[-1]
+    assert "(old 0.7000)" in notes.lines[1]
 
 
 def test_where_nothing_is_right_or_wrong_the_gain_in_loss_counts():
@@ -132,6 +128,19 @@ def test_what_lies_between_may_keep_enough():
     # What keeps the share itself, and leaves nothing to the longer run, is taken if there is no better.
     found, asked = searched(lambda _: 0.9, aim=Retaining(0.91), kept_at=kept(shares, 0.9))
     assert (found.met, found.strength, len(asked)) == (False, 1600, 1 + RUNS)
+
+
+def test_one_that_is_found_last_is_halved_once_more():
+    """Four times the lambda that is not enough may be twice of what is needed."""
+    asked, aim = [], Retaining(0.95)
+
+    def kept_at(strength):
+        asked.append(strength)
+        return 0.99 if strength >= 2000 else 0.5
+
+    found, _ = searched(lambda _: 0.9, aim=aim, kept_at=kept_at)
+    assert asked == [0.0, 100, 400, 1600, 6400, 3200]
+    assert (found.met, found.strength) == (True, 3200)
 
 
 def test_the_way_up_goes_on_beside_a_dip():
@@ -312,14 +321,10 @@ def test_a_search_that_was_stopped_goes_on(tmp_path, monkeypatch):
         return whole(*arguments, **options)
 
     monkeypatch.setattr(ewc.verbs.trials, "Penalty", counting)
-    notes = []
-
-    class Notes(Silent):
-        note = staticmethod(notes.append)
-
+    notes = Notes()
     with pytest.raises(Killed):
-        run("m.pt", progress=Notes())
-    assert notes[-1] == f"to go on: ewc-ft finetune --resume {tmp_path / 'm.run'}"
+        run("m.pt", progress=notes)
+    assert notes.lines[-1] == f"to go on: ewc-ft finetune --resume {tmp_path / 'm.run'}"
     for other, message in (({"epochs": 8}, "epochs was 2, is 8"), ({"retain": 0.5}, "retain was not given, is 0.5")):
         with pytest.raises(UsageError, match=message):
             run("m.pt", resume=tmp_path / "m.run", **other)

@@ -123,7 +123,7 @@ def test_verbose_and_quiet(ewc_ft):
     assert "lr 0.0001" in loud.stderr
     plain = ewc_ft(*BASE, "--epochs", 1, "--overwrite")
     assert "step 5: loss" not in plain.stderr
-    assert "epoch 1: digits 0." in plain.stderr
+    assert " (epoch 1): digits 0." in plain.stderr
     quiet = ewc_ft(*BASE, "--epochs", 1, "--overwrite", "--quiet", "--json")
     assert quiet.stderr == ""
     assert json.loads(quiet.stdout)["steps"] == 15

@@ -1,5 +1,6 @@
 """What is wrong is said all at once: an output that exists hides no other mistake."""
 
+import numpy as np
 import pytest
 import torch
 from conftest import Small, trained
@@ -58,6 +59,9 @@ def test_finetune(tmp_path, ewc_ft):
     said = ewc_ft(*command, expect=2).stderr
     for text in ("4 things", "one", "two", "no data is called 'digit'", "m.run exists"):
         assert text in said
+    said = ewc_ft("finetune", "--anchors", "one", "--data", "digits", "--lambda", -1, expect=2).stderr
+    for text in ("2 things", "one", "lambda is -1.0"):
+        assert text in said
     said = ewc_ft("finetune", "--model", "gone.pt", "--data", "digits?limit=40", "-o", "m.pt", expect=1).stderr
     assert "m.run exists" in said
     assert "gone.pt" in said
@@ -68,3 +72,13 @@ def test_merge(tmp_path, ewc_ft):
     said = ewc_ft("merge", "one", "two", "--lambda", 0, "--gamma", 0.5, "-o", "all.safetensors", expect=2).stderr
     for text in ("5 things", "all.safetensors exists", "gamma belongs", "every lambda is 0", "- there is no", "two"):
         assert text in said
+
+
+def test_evaluate_says_what_it_had_scored(ewc_ft):
+    ewc_ft("finetune", "--model", "mlp?hidden=8", "--data", "digits", "--epochs", 0, "-o", "m.pt")
+    digits = torch.rand(50, 1, 8, 8)
+    digits[40:] = 3e38  # whose sums are infinite
+    np.savez("bad.npz", inputs=digits.numpy(), targets=np.arange(50) % 10)
+    said = ewc_ft("evaluate", "m.pt", "--data", "digits", "--data", "npz:bad.npz", expect=1).stderr
+    assert "scored until then: digits 0." in said
+    assert "npz:bad.npz" in said

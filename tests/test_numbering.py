@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from notes import Notes
 from PIL import Image
 from torch import nn
 
@@ -13,23 +14,9 @@ import ewc_finetune as ewc
 from ewc_finetune.checkpoint.opening import open_model
 from ewc_finetune.data.sources import load_domain
 from ewc_finetune.errors import DataError, UsageError
-from ewc_finetune.progress import Silent
 from ewc_finetune.verbs.chance import at_chance
 
 ORDER = ("grignolino", "barbera", "barolo")
-
-
-class Notes(Silent):
-    """Keeps what is said."""
-
-    def __init__(self):
-        self.said = []
-
-    def note(self, message):
-        self.said.append(message)
-
-    def about(self, words):
-        return [note for note in self.said if words in note]
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torchvision
 from conftest import Small, trained
+from notes import Notes
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -21,7 +22,6 @@ import ewc_finetune as ewc
 from ewc_finetune.checkpoint.detection import detect
 from ewc_finetune.checkpoint.opening import load_checkpoint, open_model
 from ewc_finetune.errors import ArchitectureError, CheckpointError
-from ewc_finetune.progress import Silent
 
 
 @contextmanager
@@ -145,21 +145,13 @@ def test_the_fisher_is_that_of_the_model_which_was_exported(tmp_path):
     model = small()
     inputs = example(model, 6)
     export(model, tmp_path / "m.onnx", inputs[:2])
-    notes = []
-    found = ewc.consolidate(tmp_path / "m.onnx", labelled(inputs), progress=Notes(notes))
+    notes = Notes()
+    found = ewc.consolidate(tmp_path / "m.onnx", labelled(inputs), progress=notes)
     expected = ewc.consolidate(model, labelled(inputs))
     assert set(found.fisher) == set(expected.fisher)
     for name, fisher in expected.fisher.items():
         torch.testing.assert_close(found.fisher[name], fisher, rtol=1e-3, atol=1e-6)
-    assert "gradients: layer rules for 6 parameters" in notes
-
-
-class Notes(Silent):
-    def __init__(self, notes):
-        self.notes = notes
-
-    def note(self, message):
-        self.notes.append(message)
+    assert "gradients: layer rules for 6 parameters" in notes.lines
 
 
 def without_weights(path):

@@ -10,6 +10,7 @@ import torch
 from conftest import Small, save_changed, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from notes import Notes
 from safetensors import safe_open
 from safetensors.torch import load_file
 from test_transformers import bert, corpus, llama, masked, reviews, saved
@@ -29,7 +30,6 @@ from ewc_finetune.meters import meters
 from ewc_finetune.models import MLP
 from ewc_finetune.probe import measure, take_probe
 from ewc_finetune.probe_file import Probe, ProbeFile
-from ewc_finetune.progress import Silent
 from ewc_finetune.stack import foreign_head
 
 CPU = torch.device("cpu")
@@ -45,17 +45,6 @@ class Table(nn.Module):
 
     def forward(self, number):
         return self.rows[number[:, 0]]
-
-
-class Notes(Silent):
-    def __init__(self):
-        self.notes = []
-
-    def note(self, message):
-        self.notes.append(message)
-
-    def __str__(self):
-        return "\n".join(self.notes)
 
 
 def take(model, data, likelihood="categorical", n=1000, seed=0, active=None):

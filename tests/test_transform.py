@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from notes import Notes
 from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,19 +27,6 @@ from ewc_finetune.models import CNN
 from ewc_finetune.progress import Silent
 from ewc_finetune.provenance import read_provenance
 from ewc_finetune.verbs.presenting import presented
-
-
-class Notes(Silent):
-    """Keeps what is said."""
-
-    def __init__(self):
-        self.said = []
-
-    def note(self, message):
-        self.said.append(message)
-
-    def about(self, words):
-        return [note for note in self.said if words in note]
 
 
 class Saw(nn.Module):

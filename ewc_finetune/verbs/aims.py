@@ -81,7 +81,7 @@ class Aim(ABC):
         """Return the one that won; one that is not `within` only if none is."""
 
     def gives_hope(self, held: Sequence[Trial]) -> bool:
-        """Whether runs beyond `RUNS` are worth their time, for none of these will do and another may."""
+        """Whether runs beyond `RUNS` are worth their time: another may do where none of these does, or do better."""
         return False
 
     def refusal(self, winner: Trial) -> str | None:
@@ -177,7 +177,13 @@ class Retaining(_Threshold):
     def gives_hope(self, held: Sequence[Trial]) -> bool:
         """See `Aim`; where every lambda keeps the same, so will the next one."""
         shares = [_kept(trial) for trial in held]
-        return min(shares) < max(shares) < self.share
+        return min(shares) < max(shares) < self.share or self._is_far_off(held)
+
+    def _is_far_off(self, held: Sequence[Trial]) -> bool:
+        """Whether the smallest that keeps enough is a whole factor above the largest that does not."""
+        good = self._edge(held, True) or 0.0
+        below = [_strength(trial) for trial in held if not trial.within and _strength(trial) < good]
+        return bool(below) and good > 1.001 * math.sqrt(_FACTOR) * max(below)
 
     def refusal(self, winner: Trial) -> str | None:
         """See `Aim`."""

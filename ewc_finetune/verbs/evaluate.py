@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,14 +109,25 @@ def evaluate(
         for domain in domains:
             say_numbering(domain, opened, progress)
         found = [prepare(opened.model, d, d.likelihood(rule), where, opened.record, progress) for d in domains]
-        scores = []
+        scores: list[Score] = []
         for domain, (layout, outputs) in zip(domains, found, strict=True):
             own = domain.likelihood(rule)
-            with progress.bar(domain.name, domain.size, "sample") as bar:
+            with _told_if_lost(scores, progress), progress.bar(domain.name, domain.size, "sample") as bar:
                 scored = score(opened.model, domain, layout, own, batch_size, where, bar)
             warn_at_chance(domain, opened, layout, outputs, own, scored.accuracy, scored.samples, progress, own=False)
             scores.append(scored)
     return scores
+
+
+@contextmanager
+def _told_if_lost(scores: list[Score], progress: Progress) -> Iterator[None]:
+    """Say the scores that are there when a later one cannot be had."""
+    try:
+        yield
+    except BaseException:
+        if scores:
+            progress.note(f"scored until then: {', '.join(f'{s.domain} {s.main}' for s in scores)}")
+        raise
 
 
 @torch.no_grad()

@@ -347,9 +347,9 @@ def _open(
         _check_words(asked_for.penalty_form, asked_for.lineage, asked_for.head)
     with mistakes.noted():
         device = choose_device(asked_for.device)
+    with mistakes.noted():
+        strengths = _strengths(asked_for.lambdas, len(given), anchors)
     if opened:
-        with mistakes.noted():
-            strengths = _strengths(asked_for.lambdas, anchors)
         with mistakes.noted():
             rule = get_likelihood(likelihood_of(asked_for.likelihood, anchors, start))
         with mistakes.noted():
@@ -621,14 +621,17 @@ def _check_files(output: Path, start: Opened, overwrite: bool, inputs: Sequence[
     check_ending(output, kind.format, kind.ending)
 
 
-def _strengths(lambdas: float | Sequence[float] | Literal["auto"] | None, anchors: Sequence[Anchor]) -> list[float]:
+def _strengths(
+    lambdas: float | Sequence[float] | Literal["auto"] | None, given: int, anchors: Sequence[Anchor]
+) -> list[float]:
+    """Return lambda of each anchor; of so many that are given, not all need have been opened for one to be wrong."""
     if lambdas == "auto":
         least = min((DEFAULT_LAMBDA[anchor.provenance.curvature] for anchor in anchors), default=1.0)
         return [DEFAULT_LAMBDA[anchor.provenance.curvature] / least for anchor in anchors]
     if lambdas is None:
         return [DEFAULT_LAMBDA[anchor.provenance.curvature] for anchor in anchors]
     # Without anchors a lambda does nothing, but a wrong one is still an error.
-    return spread_lambdas(lambdas, len(anchors) or 1)[: len(anchors)]
+    return spread_lambdas(lambdas, given or 1)[:given]
 
 
 def _facts(domain: Domain, start: Opened) -> dict[str, Any]:

@@ -141,7 +141,8 @@ class Journal:
         self._score()
         self.log({"step": step, "epoch": epoch, "scores": {s.domain: asdict(s) for s in self.scores}})
         if self.scores:
-            self.progress.note(f"epoch {epoch}: " + ", ".join(f"{s.domain} {s.main}" for s in self.scores))
+            scores = ", ".join(f"{s.domain} {s.main}" for s in self.scores)
+            self.progress.note(f"step {step:,} (epoch {epoch}): {scores}")
         return self.scores
 
     def look_again(self) -> None:

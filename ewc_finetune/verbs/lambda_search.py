@@ -28,7 +28,7 @@ from ewc_finetune.verbs.aims import Aim, Best, Trial
 DEFAULT_TOLERANCE = 0.02
 # Held runs; with the plain one they are five.
 RUNS = 4
-# So many more, around the best one, where none of them keeps the share that is asked for.
+# So many more, around the best one, where none of them will do, or the one that does is a large step from the rest.
 _MORE = 2
 # Of the lambda at which the plain run's weights would cost what they gained, so much is tried first.
 _FIRST = 1 / 8
