@@ -8,7 +8,7 @@ from torch import nn
 
 from ewc_finetune.checkpoint import unpickling
 from ewc_finetune.checkpoint.opening import globals_asked_for, load_checkpoint
-from ewc_finetune.checkpoint.unpickling import check_pickle
+from ewc_finetune.checkpoint.unpickling import NoPickleError, check_pickle
 from ewc_finetune.errors import CheckpointError
 
 START = b"\x80\x02"
@@ -61,12 +61,36 @@ def test_real_checkpoints_pass(tmp_path, zipped):
     assert len(load_checkpoint(tmp_path / "m.pt").state) == 600
 
 
-def test_what_is_no_pickle_is_for_torch_to_say(tmp_path):
-    for content in (b"hello", b"\x80\x02", b"\x80\x02h\x07.", b"a"):
-        (tmp_path / "m.pt").write_bytes(content)
-        check_pickle(tmp_path / "m.pt")
-        with pytest.raises(CheckpointError):
+@pytest.mark.parametrize("zipped", [True, False], ids=["archive", "bare"])
+def test_what_cannot_be_followed_is_not_loaded(tmp_path, zipped, monkeypatch):
+    """Names beyond ASCII are some to torch's unpickler, and none to pickletools: what follows would not be counted."""
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was read"))
+    hidden = START + "cm\nK\u00e4se\n".encode() + b"N" + b"\x85" * 1_000 + b"."
+    for content in (b"hello", b"\x80\x02", b"a", hidden):
+        archive(tmp_path / "m.pt", content) if zipped else (tmp_path / "m.pt").write_bytes(content)
+        with pytest.raises(NoPickleError):
+            check_pickle(tmp_path / "m.pt")
+        with pytest.raises(CheckpointError, match=r"is not a checkpoint"):
             load_checkpoint(tmp_path / "m.pt")
+        assert globals_asked_for(tmp_path / "m.pt") == []
+
+
+def test_what_leads_nowhere_is_for_torch_to_say(tmp_path):
+    (tmp_path / "m.pt").write_bytes(START + b"h\x07.")
+    check_pickle(tmp_path / "m.pt")
+    with pytest.raises(CheckpointError):
+        load_checkpoint(tmp_path / "m.pt")
+
+
+def test_every_pickle_of_an_old_file_is_followed(tmp_path):
+    torch.save(nn.Linear(1, 1).state_dict(), tmp_path / "m.pt", _use_new_zipfile_serialization=False)
+    content = (tmp_path / "m.pt").read_bytes()
+    parts = content.split(b".\x80\x02")
+    assert len(parts) == 5
+    parts[4] = HOSTILE["a key that is a million deep"][2:]
+    (tmp_path / "m.pt").write_bytes(b".\x80\x02".join(parts))
+    with pytest.raises(CheckpointError, match=r"its pickle has tuples of tuples"):
+        load_checkpoint(tmp_path / "m.pt")
 
 
 def test_what_to_save_is_an_entry_that_has_weights(tmp_path):

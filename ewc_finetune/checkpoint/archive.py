@@ -151,6 +151,7 @@ class Archive:
                     or method != member.compress_type
                     or method not in _METHODS
                     or (stored and member.compress_size != member.file_size)
+                    or (member.file_size and _is_folder(member))
                 ):
                     raise self._damaged(f"the headers of {member.filename!r:.100} differ")
                 end = member.header_offset + _LOCAL.size + name + extra + member.compress_size
@@ -179,6 +180,9 @@ _LOCAL = struct.Struct("<4s5H3L2H")
 _ENCRYPTED = 1
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
+# In the attributes of a member: it is a folder, as MS-DOS says it.
+_FOLDER = 0x10
+
 # What the short end says of entries, size and start where only the long one has room for them.
 _UNSAID = (0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF)
 
@@ -188,6 +192,11 @@ def _read(file: IO[bytes], place: int, record: struct.Struct) -> tuple[Any, ...]
         return (b"",) * len(record.unpack(bytes(record.size)))
     file.seek(place)
     return record.unpack(file.read(record.size).ljust(record.size, b"\0"))
+
+
+def _is_folder(member: zipfile.ZipInfo) -> bool:
+    """Whether torch's parser takes a member for a folder, of which it reads nothing into the memory of a tensor."""
+    return bool(member.external_attr & _FOLDER) or member.orig_filename.endswith("/")
 
 
 def _padding(start: int) -> bytes:

@@ -29,7 +29,7 @@ from ewc_finetune.checkpoint.state_dict import StateDict, find_state
 from ewc_finetune.checkpoint.stored_tensors import check_archive
 from ewc_finetune.checkpoint.torchscript import TorchScript
 from ewc_finetune.checkpoint.torchvision_weights import transform_of_weights
-from ewc_finetune.checkpoint.unpickling import check_pickle
+from ewc_finetune.checkpoint.unpickling import NoPickleError, check_pickle
 from ewc_finetune.checkpoint.weights import Weights
 from ewc_finetune.data.transform import Assumption, Transform
 from ewc_finetune.devices import random_state_kept
@@ -368,7 +368,10 @@ def _mapping(document: Any) -> Mapping[str, Any]:
 
 def _load_pickle(path: Path, trusted: bool) -> object:
     if not (trusted or is_archive(path)):  # of which it was checked with the rest
-        check_pickle(path)
+        try:
+            check_pickle(path)
+        except NoPickleError as error:
+            raise _no_checkpoint(path) from error
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's remarks on old formats are not for the user of this command

@@ -24,8 +24,8 @@ _MOST_OPEN = 1_000
 # Of tuples within tuples, and of all their parts counted wherever they come.
 _DEEPEST = 100
 _LARGEST = 1_000_000
-# A file from before torch 1.6 is several pickles after one another: two numbers, a dictionary, the checkpoint.
-_PICKLES = 4
+# A file from before torch 1.6 is pickles after one another: two numbers, a dictionary, the checkpoint, its keys.
+_PICKLES = 5
 
 # Of anything but a tuple: its depth, and how many it counts for.
 _PLAIN = (0, 1)
@@ -33,10 +33,15 @@ _GETS = {"GET", "BINGET", "LONG_BINGET"}
 _PUTS = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}
 
 
+class NoPickleError(CheckpointError):
+    """A file that should be a pickle, and is none."""
+
+
 def check_pickle(path: Path) -> None:
     """Refuse a checkpoint whose pickle would take long, or more than the process can take, to be read.
 
     Raises:
+        NoPickleError: if what it asks for cannot be told, for it is none.
         CheckpointError: saying of what there is too much.
     """
     for pickled in _pickles(path):
@@ -44,8 +49,11 @@ def check_pickle(path: Path) -> None:
             _check(pickled, path)
         except CheckpointError:
             raise
-        except Exception:  # noqa: BLE001 - it is no pickle, which torch will say
-            return
+        except Exception as error:  # pickletools raises what comes
+            reason = str(error) or type(error).__name__
+            raise NoPickleError(
+                f"{path} is not a checkpoint that can be read: its pickle is none ({reason:.200}). Copy it again, whole"
+            ) from error
 
 
 def _pickles(path: Path) -> Iterator[IO[bytes]]:
@@ -57,7 +65,9 @@ def _pickles(path: Path) -> Iterator[IO[bytes]]:
                     yield io.BytesIO(archive.read(name))
         return
     with path.open("rb") as file:
-        for _ in range(_PICKLES):
+        for number in range(_PICKLES):
+            if number and not file.peek(1):  # a single pickle, which torch will refuse
+                return
             yield file
 
 

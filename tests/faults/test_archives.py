@@ -211,6 +211,17 @@ def test_a_member_of_two_sizes_is_refused(tmp_path):
         load_checkpoint(tmp_path / "m.pt")
 
 
+def test_a_tensor_that_is_said_to_be_a_folder_is_refused(tmp_path):
+    """Torch's parser reads nothing of a folder: the tensor would be what lies in memory."""
+    torch.save(archives.Net().state_dict(), tmp_path / "m.pt")
+    content = bytearray((tmp_path / "m.pt").read_bytes())
+    entry = content.rindex(b"PK\x01\x02", 0, content.rindex(b"m/data/0"))
+    content[entry + 38] |= 0x10
+    (tmp_path / "m.pt").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"the headers of 'm/data/0' differ"):
+        load_checkpoint(tmp_path / "m.pt")
+
+
 def test_names_that_differ_in_case_alone_are_refused(tmp_path):
     torch.save(archives.Net().state_dict(), tmp_path / "m.pt")
     members = archives.members_of(tmp_path / "m.pt")
