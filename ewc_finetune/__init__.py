@@ -1,6 +1,6 @@
 """Adapt a deployed model to a new domain without losing the old one: elastic weight consolidation.
 
-The verbs of the command line under the same names, on any `torch.nn.Module`:
+The commands under the same names, on any `torch.nn.Module`:
 
 >>> import ewc_finetune
 >>> anchor = ewc_finetune.consolidate(model, old_data)
@@ -18,25 +18,28 @@ from typing import TYPE_CHECKING, Any
 from ewc_finetune._version import __version__
 
 if TYPE_CHECKING:
-    from ewc_finetune.anchor import Anchor
-    from ewc_finetune.curvature.check import check_rule
+    from ewc_finetune.anchor.anchor import Anchor
+    from ewc_finetune.anchor.probe_tensors import Probe
+    from ewc_finetune.anchor.provenance import Provenance
+    from ewc_finetune.anchor.summary import Inspection
+    from ewc_finetune.commands.consolidate import consolidate
+    from ewc_finetune.commands.dry_run import dry_run
+    from ewc_finetune.commands.evaluate import evaluate
+    from ewc_finetune.commands.finetune import Finetuned, finetune
+    from ewc_finetune.commands.inspect import inspect
+    from ewc_finetune.commands.merge import merge
+    from ewc_finetune.commands.pull import Pulled, pull
+    from ewc_finetune.commands.push import Pushed, push
+    from ewc_finetune.commands.report import Report, report
+    from ewc_finetune.commands.sweep import Sweep, sweep
+    from ewc_finetune.curvature.check_rule import check_rule
     from ewc_finetune.curvature.fisher import compute_fisher
     from ewc_finetune.curvature.rules import register_rule
     from ewc_finetune.errors import EwcError
-    from ewc_finetune.penalty import Penalty
-    from ewc_finetune.probe import Retention, measure
-    from ewc_finetune.probe_file import Probe
-    from ewc_finetune.provenance import Provenance
-    from ewc_finetune.verbs.consolidate import consolidate
-    from ewc_finetune.verbs.dry_run import Estimate, dry_run
-    from ewc_finetune.verbs.evaluate import Score, evaluate
-    from ewc_finetune.verbs.finetune import Finetuned, finetune
-    from ewc_finetune.verbs.inspect import Inspection, inspect
-    from ewc_finetune.verbs.merge import merge
-    from ewc_finetune.verbs.pull import Pulled, pull
-    from ewc_finetune.verbs.push import Pushed, push
-    from ewc_finetune.verbs.report import Report, report
-    from ewc_finetune.verbs.sweep import Sweep, sweep
+    from ewc_finetune.evaluation.cost import Estimate
+    from ewc_finetune.evaluation.probe import Retention, measure
+    from ewc_finetune.evaluation.score import Score
+    from ewc_finetune.penalty.penalty import Penalty
 
 __all__ = [
     "Anchor",
@@ -71,34 +74,34 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Anchor": "anchor",
-    "Estimate": "verbs.dry_run",
+    "Anchor": "anchor.anchor",
+    "Estimate": "evaluation.cost",
     "EwcError": "errors",
-    "Finetuned": "verbs.finetune",
-    "Inspection": "verbs.inspect",
-    "Penalty": "penalty",
-    "Probe": "probe_file",
-    "Provenance": "provenance",
-    "Pulled": "verbs.pull",
-    "Pushed": "verbs.push",
-    "Retention": "probe",
-    "Report": "verbs.report",
-    "Score": "verbs.evaluate",
-    "Sweep": "verbs.sweep",
-    "check_rule": "curvature.check",
-    "consolidate": "verbs.consolidate",
+    "Finetuned": "commands.finetune",
+    "Inspection": "anchor.summary",
+    "Penalty": "penalty.penalty",
+    "Probe": "anchor.probe_tensors",
+    "Provenance": "anchor.provenance",
+    "Pulled": "commands.pull",
+    "Pushed": "commands.push",
+    "Report": "commands.report",
+    "Retention": "evaluation.probe",
+    "Score": "evaluation.score",
+    "Sweep": "commands.sweep",
+    "check_rule": "curvature.check_rule",
     "compute_fisher": "curvature.fisher",
-    "dry_run": "verbs.dry_run",
-    "evaluate": "verbs.evaluate",
-    "finetune": "verbs.finetune",
-    "inspect": "verbs.inspect",
-    "measure": "probe",
-    "merge": "verbs.merge",
-    "pull": "verbs.pull",
-    "push": "verbs.push",
+    "consolidate": "commands.consolidate",
+    "dry_run": "commands.dry_run",
+    "evaluate": "commands.evaluate",
+    "finetune": "commands.finetune",
+    "inspect": "commands.inspect",
+    "measure": "evaluation.probe",
+    "merge": "commands.merge",
+    "pull": "commands.pull",
+    "push": "commands.push",
     "register_rule": "curvature.rules",
-    "report": "verbs.report",
-    "sweep": "verbs.sweep",
+    "report": "commands.report",
+    "sweep": "commands.sweep",
 }
 
 

@@ -1,6 +1,6 @@
 """`python -m ewc_finetune` is `ewc-ft`."""
 
-from ewc_finetune import signals
+from ewc_finetune.storage import signals
 
 
 def main() -> None:

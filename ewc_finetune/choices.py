@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
-from ewc_finetune.address import suggest
-from ewc_finetune.errors import UsageError
+from ewc_finetune.errors import UsageError, suggest
+
+if TYPE_CHECKING:
+    pass
+from typing import get_args
 
 Estimator = Literal["auto", "exact", "sampled", "empirical", "predicted", "batched"]
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
@@ -83,3 +86,6 @@ def check_choice(option: str, value: str, choices: Sequence[str]) -> None:
 
 # Options by the names that they had once, which the command line and run folders still take.
 OLD_WORDS = {"trust-pickle": "trust-code"}
+
+
+DEFAULT_LAMBDA = {"diagonal": 100.0, "identity": 100.0, "kfac": 10.0}

@@ -4,8 +4,9 @@ A message says what is wrong, where, what was expected, and what to do about it.
 """
 
 import contextlib
+import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 # Of many things that are alike, so many are named.
 _NAMED = 4
@@ -118,3 +119,10 @@ class StorageError(EwcError):
 
 class OccupiedError(StorageError):
     """A place that was taken by another file while what was to be there was made, which is kept elsewhere."""
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """Say which known word was probably meant, and list them all; for the end of an error message."""
+    choices = sorted(known)
+    near = difflib.get_close_matches(word, choices, n=1)
+    return (f"Did you mean {near[0]!r}? " if near else "") + f"Known: {', '.join(choices)}"

@@ -1,6 +1,6 @@
 """How long work tells of itself: remarks, and bars with figures beside them.
 
-The verbs take a `Progress` and never print; the command line passes one that draws, everybody else gets silence.
+The commands take a `Progress` and never print; the command line passes one that draws, everybody else gets silence.
 """
 
 from __future__ import annotations

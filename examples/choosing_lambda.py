@@ -26,9 +26,9 @@ import torch
 from torch import nn
 
 import ewc_finetune as ewc
+from ewc_finetune.checkpoint.builtin_models import MLP
 from ewc_finetune.data.domain import Domain, as_domain
 from ewc_finetune.data.sources import load_domain
-from ewc_finetune.models import MLP
 
 DOMAINS = {"Fashion-MNIST": "fmnist", "permuted": "mnist?permute=1", "turned by 60 degrees": "mnist?rotate=60"}
 GRID_ROW = "best of the grid"

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import ewc_finetune as ewc
+from ewc_finetune.checkpoint.builtin_models import MLP
+from ewc_finetune.curvature.kronecker_block import Block
 from ewc_finetune.data.sources import load_domain
-from ewc_finetune.kronecker import Block
-from ewc_finetune.models import MLP
 
 TRAINING = (1e-4, 4)  # learning rate of Adam, epochs
 LAMBDAS = (1.0, 3.0, 10.0, 30.0)

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 import ewc_finetune as ewc
+from ewc_finetune.checkpoint.builtin_models import MLP
 from ewc_finetune.data.sources import load_domain
-from ewc_finetune.models import MLP
 
 
 def main() -> None:

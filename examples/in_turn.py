@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
 from ewc_finetune.data.sources import load_domain
-from ewc_finetune.figures import save_figure
+from ewc_finetune.reporting.plots import save_figure
 
 
 class Task(NamedTuple):

@@ -29,8 +29,8 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import ewc_finetune as ewc
-from ewc_finetune.figures import save_figure
-from ewc_finetune.models import MLP
+from ewc_finetune.checkpoint.builtin_models import MLP
+from ewc_finetune.reporting.plots import save_figure
 
 DIAGONAL, EXPAND, REDUCE = "diagonal", "K-FAC, expand", "K-FAC, reduce"
 KFAC = "K-FAC"

@@ -40,7 +40,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 import ewc_finetune as ewc
-from ewc_finetune.figures import save_figure
+from ewc_finetune.reporting.plots import save_figure
 
 SOURCE, PROSE = "source code", "English prose"
 BEFORE, PLAIN, L2 = "before", "plain", "L2"

@@ -29,8 +29,8 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import ewc_finetune as ewc
+from ewc_finetune.checkpoint.builtin_models import MLP
 from ewc_finetune.data.sources import load_domain
-from ewc_finetune.models import MLP
 
 NONE, UPDATING = "none", "none, statistics updating"
 EXACT, L2, BATCHED, NOTEBOOK = "exact Fisher", "L2", "batched", "the notebook's, as written"

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
-from ewc_finetune.figures import save_figure
+from ewc_finetune.reporting.plots import save_figure
 
 EDGES = (-4.0, -2.0, 0.0, 2.0, 4.0)
 PLAIN, L2, EWC = "plain", "L2", "offline EWC"

@@ -42,7 +42,7 @@ from in_turn import (
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ewc_finetune.models import MLP
+from ewc_finetune.checkpoint.builtin_models import MLP
 
 TITLES = {
     "three": "three tasks, convolutional",

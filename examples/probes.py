@@ -27,12 +27,12 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import ewc_finetune as ewc
+from ewc_finetune.checkpoint.builtin_models import MLP
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.layout import Layout
 from ewc_finetune.data.sources import load_domain
-from ewc_finetune.likelihood import get_likelihood
-from ewc_finetune.models import MLP
-from ewc_finetune.probe import take_probe
+from ewc_finetune.evaluation.probe import take_probe
+from ewc_finetune.likelihood.registry import get_likelihood
 
 SIZES, DRAWS = (64, 256, 1_000), 10
 LAMBDAS = (0, 3, 10, 30, 100, 300, 1_000, 3_000)

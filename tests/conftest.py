@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ewc_finetune.checksums import KEY as CHECKSUMS
 from ewc_finetune.cli import main
 from ewc_finetune.curvature.engine import Engine
+from ewc_finetune.storage.checksums import KEY as CHECKSUMS
 
 # A shell has what it starts in the background ignore Ctrl-C, and what that starts would ignore it too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ewc_finetune import Provenance
-from ewc_finetune.anchor import Anchor
+from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.errors import AnchorError, EwcError, NonFiniteError, StorageError
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from ewc_finetune.checkpoint.architecture import build, builds_by_itself, complete, looks_like_architecture
+from ewc_finetune.checkpoint.builtin_models import CNN, MLP
 from ewc_finetune.checkpoint.checkpoint import Record
-from ewc_finetune.checkpoint.opening import load_checkpoint, open_checkpoint, open_model
-from ewc_finetune.checkpoint.state_dict import save_state_dict
+from ewc_finetune.checkpoint.formats.state_dict import save_state_dict
+from ewc_finetune.checkpoint.open import load_checkpoint, open_checkpoint, open_model
 from ewc_finetune.errors import ArchitectureError, CheckpointError, NonFiniteError, UsageError
-from ewc_finetune.models import CNN, MLP
 
 TINY = "mlp?in_features=3&hidden=4&num_classes=2"
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ewc_finetune import __version__
-from ewc_finetune.anchor import Anchor
+from ewc_finetune.anchor.anchor import Anchor
 
 DATA = "digits?limit=300"
 NEW = "digits?limit=300&rotate=90"
@@ -294,12 +294,12 @@ def test_outputs_with_dots_have_run_folders_of_their_own(ewc_ft, start):
 
 
 def test_an_error_nobody_foresaw_asks_for_a_report(ewc_ft, monkeypatch):
-    import ewc_finetune.verbs.evaluate
+    import ewc_finetune.commands.evaluate
 
     def fail(*args, **kwargs):
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr(ewc_finetune.verbs.evaluate, "evaluate", fail)
+    monkeypatch.setattr(ewc_finetune.commands.evaluate, "evaluate", fail)
     result = ewc_ft("evaluate", "m.pt", "--data", DATA, expect=1)
     assert "ZeroDivisionError: oh" in result.stderr
     assert "--debug" in result.stderr
@@ -605,7 +605,7 @@ def test_likelihoods_that_contradict_each_other(ewc_ft, start):
     assert "likelihood is bernoulli, and model.anchor.safetensors was made with categorical" in result.stderr
 
 
-@pytest.mark.parametrize("stage", ["ewc_finetune.verbs.merge.collapse", "ewc_finetune.files.os.fsync"])
+@pytest.mark.parametrize("stage", ["ewc_finetune.commands.merge.collapse", "ewc_finetune.storage.atomic.os.fsync"])
 def test_an_interrupted_merge_leaves_no_file(ewc_ft, start, monkeypatch, stage):
     def interrupted(*_, **__):
         raise KeyboardInterrupt

@@ -17,7 +17,7 @@ from ewc_finetune.curvature.fisher import compute_fisher
 from ewc_finetune.curvature.plan import make_plan
 from ewc_finetune.curvature.rules import FORMS, MODULE_RULES
 from ewc_finetune.errors import ArchitectureError
-from ewc_finetune.likelihood import Categorical
+from ewc_finetune.likelihood.categorical import Categorical
 
 pytestmark = pytest.mark.usefixtures("as_they_come")
 
@@ -656,7 +656,7 @@ def test_random_small_architectures(model, samples, batch_size):
     single=st.lists(st.integers(1, 3), min_size=3, max_size=3),
 )
 def test_stacking_is_found_and_undone(dim, minor, batch, single):
-    from ewc_finetune.curvature.stacking import Stack, find_stacking
+    from ewc_finetune.curvature.batch_dims import Stack, find_stacking
 
     singles = [draw(*single, seed=n) for n in range(batch)]
     folded = torch.stack(singles, dim=dim + 1).flatten(dim, dim + 1)

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from ewc_finetune.address import parse
 from ewc_finetune.data.domain import Fingerprint, as_domain
 from ewc_finetune.data.options import read_options
 from ewc_finetune.data.sources import load_domain
 from ewc_finetune.errors import DataError, UsageError
+from ewc_finetune.specs.query import parse
 
 
 def tensors(spec, split="train", data_dir=None):

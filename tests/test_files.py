@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from ewc_finetune.errors import StorageError
-from ewc_finetune.files import atomic_folder, atomic_write, atomic_writes, check_output, sha256
-from ewc_finetune.run_folder import check_run_folder
-from ewc_finetune.workspace import recover
+from ewc_finetune.runs.folder import check_run_folder
+from ewc_finetune.storage.atomic import atomic_folder, atomic_write, atomic_writes, check_output, sha256
+from ewc_finetune.storage.workspace import recover
 
 
 def test_writes_and_renames(tmp_path):
@@ -161,7 +161,7 @@ def test_of_eight_at_once_one_makes_the_file(tmp_path, hard_links):
 import os, sys
 from pathlib import Path
 from ewc_finetune.errors import StorageError
-from ewc_finetune.files import atomic_write
+from ewc_finetune.storage.atomic import atomic_write
 if not {hard_links}:
     def link(*_): raise PermissionError(1, "no links")
     os.link = link

@@ -15,7 +15,8 @@ from ewc_finetune.choices import ESTIMATORS as CHOICES
 from ewc_finetune.curvature.fallback import one_at_a_time, vectorised
 from ewc_finetune.curvature.fisher import compute_fisher
 from ewc_finetune.errors import ArchitectureError, DataError, DeviceError, NonFiniteError, UsageError
-from ewc_finetune.likelihood import Categorical, get_likelihood
+from ewc_finetune.likelihood.categorical import Categorical
+from ewc_finetune.likelihood.registry import get_likelihood
 
 pytestmark = pytest.mark.usefixtures("as_they_come")
 

@@ -19,11 +19,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
-from ewc_finetune.checkpoint import recognition
-from ewc_finetune.checkpoint.opening import load_checkpoint, open_model
+from ewc_finetune.checkpoint import torchvision_models as recognition
+from ewc_finetune.checkpoint.builtin_models import MLP
+from ewc_finetune.checkpoint.open import load_checkpoint, open_model
 from ewc_finetune.errors import AnchorError, ArchitectureError, CheckpointError, StorageError, UsageError
-from ewc_finetune.models import MLP
-from ewc_finetune.verbs.dry_run import host_peak
+from ewc_finetune.evaluation.cost import host_peak
 
 
 @contextmanager
@@ -482,7 +482,7 @@ def test_archives_that_were_made_to_do_harm(tmp_path, monkeypatch):
 
     with pytest.raises(CheckpointError, match=r"made to do harm: its archive names 'm/../../evil'"):
         load_checkpoint(rewritten(tmp_path / "m.pt", outside))
-    monkeypatch.setattr("ewc_finetune.checkpoint.archive._LARGEST_PACKED", 1000)
+    monkeypatch.setattr("ewc_finetune.checkpoint.formats.archive._LARGEST_PACKED", 1000)
 
     def packed(archive, name, content):
         archive.writestr(name, content.ljust(2000, b"\0"), zipfile.ZIP_DEFLATED)
@@ -622,8 +622,8 @@ def test_what_stands_behind_a_prefix_is_said(tmp_path):
 WIDE = "mlp?in_features=2048&hidden=2048,2048,2048,2048&num_classes=16&batch_norm=false"
 LOADING = """
 import sys
-from ewc_finetune.checkpoint.opening import open_model
-from ewc_finetune.verbs.dry_run import host_peak as peak
+from ewc_finetune.checkpoint.open import open_model
+from ewc_finetune.evaluation.cost import host_peak as peak
 open_model(sys.argv[1], sys.argv[2])
 before = peak()
 model = open_model(sys.argv[3], sys.argv[4] or None, trust_code=True).model

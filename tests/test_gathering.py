@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from ewc_finetune.curvature.batching import gathered
 from ewc_finetune.curvature.fisher import compute_fisher
-from ewc_finetune.curvature.gathering import gathered
 from ewc_finetune.errors import DataError
-from ewc_finetune.likelihood import Categorical
+from ewc_finetune.likelihood.categorical import Categorical
 
 
 def sizes(batches, most):

@@ -12,12 +12,14 @@ from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
 from ewc_finetune import Anchor, Penalty
-from ewc_finetune.active import Active
+from ewc_finetune.anchor.heads import with_head_of
 from ewc_finetune.curvature.fisher import compute_fisher
 from ewc_finetune.errors import AnchorMismatchError, ArchitectureError, DataError, UsageError
-from ewc_finetune.heads import find_head, replace_head, with_head_of
-from ewc_finetune.likelihood import Categorical, get_likelihood
-from ewc_finetune.stack import collapse
+from ewc_finetune.likelihood.active import Active
+from ewc_finetune.likelihood.categorical import Categorical
+from ewc_finetune.likelihood.registry import get_likelihood
+from ewc_finetune.modules.heads import find_head, replace_head
+from ewc_finetune.penalty.quadratic import collapse
 
 ARCHITECTURE = "mlp?in_features=4&hidden=8&num_classes=3&batch_norm=false"
 

@@ -21,10 +21,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ewc_finetune as ewc
+from ewc_finetune.commands.push import parse_size
 from ewc_finetune.errors import AnchorError, HubError, StorageError, UsageError, redacted
 from ewc_finetune.hub.address import HubAddress, is_address, parse_address
 from ewc_finetune.hub.client import UnreachableError
-from ewc_finetune.verbs.push import parse_size
 
 NAME = "someone/old"
 
@@ -801,7 +801,7 @@ def test_a_push_that_fails_changes_nothing(hub, pushed, small, samples):
 
 def test_a_file_that_is_replaced_while_it_is_pushed(hub, anchor, small, samples, monkeypatch):
     other = ewc.consolidate(small, samples, name="other", estimator="empirical")
-    monkeypatch.setattr("ewc_finetune.verbs.push.make_repository", lambda *_: (hub.create(NAME), other.save(anchor)))
+    monkeypatch.setattr("ewc_finetune.commands.push.make_repository", lambda *_: (hub.create(NAME), other.save(anchor)))
     with pytest.raises(AnchorError, match="has changed since it was opened"):
         ewc.push(anchor, NAME)
     assert len(hub.commits(NAME)) == 1
@@ -857,8 +857,8 @@ def test_a_full_disk(hub, pushed, tmp_path, monkeypatch):
     def full(self, *_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ewc_finetune.shards.ShardedSource.blocks", full)
-    monkeypatch.setattr("ewc_finetune.tensor_source.FileSource.blocks", full)
+    monkeypatch.setattr("ewc_finetune.storage.shards.ShardedSource.blocks", full)
+    monkeypatch.setattr("ewc_finetune.storage.safetensors_source.FileSource.blocks", full)
     with pytest.raises(StorageError, match="the disk is full. Nothing was left behind"):
         ewc.pull(NAME, output=tmp_path / "a.safetensors")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["huggingface", "old.anchor.safetensors"]

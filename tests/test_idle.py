@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
 from ewc_finetune.data.domain import as_domain
-from ewc_finetune.verbs import idle
+from ewc_finetune.runs import idle
 
 
 def made(samples=40):
@@ -103,7 +103,7 @@ def test_what_is_listed_are_options():
         known = {
             **ewc.finetune.__kwdefaults__,
             **verb.__kwdefaults__,
-            **dict.fromkeys(ewc.schedule.Training.__annotations__),
+            **dict.fromkeys(ewc.finetuning.schedule.Training.__annotations__),
         }
         assert all(row.option in known for row in rows)
 

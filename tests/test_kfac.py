@@ -14,10 +14,17 @@ from torch import nn
 
 import ewc_finetune as ewc
 from ewc_finetune import Anchor, Penalty, Provenance, compute_fisher
-from ewc_finetune.curvature.kfac import BlockSums
-from ewc_finetune.errors import AnchorError, AnchorMismatchError, ArchitectureError, NonFiniteError, UsageError
-from ewc_finetune.kronecker import Block, Full, Truncated
-from ewc_finetune.likelihood import get_likelihood
+from ewc_finetune.curvature.kfac_factors import BlockSums
+from ewc_finetune.curvature.kronecker_block import Block
+from ewc_finetune.curvature.kronecker_factors import Full, Truncated
+from ewc_finetune.errors import (
+    AnchorError,
+    AnchorMismatchError,
+    ArchitectureError,
+    NonFiniteError,
+    UsageError,
+)
+from ewc_finetune.likelihood.registry import get_likelihood
 
 
 def dense():
@@ -316,8 +323,8 @@ def test_truncation_keeps_the_trace():
 @pytest.mark.parametrize("decay", [0.5, 2.0])
 def test_truncation_of_large_factors(monkeypatch, decay, rank):
     """By subspace iteration: orthonormal, of the share it says, and hardly more eigenvectors than there must be."""
-    monkeypatch.setattr("ewc_finetune.kronecker.EXACT_EIGEN", 100)
-    monkeypatch.setattr("ewc_finetune.kronecker._FIRST", 10)
+    monkeypatch.setattr("ewc_finetune.curvature.kronecker_factors.EXACT_EIGEN", 100)
+    monkeypatch.setattr("ewc_finetune.curvature.kronecker_factors._FIRST", 10)
     size = 300
     vectors = torch.linalg.qr(psd(size, 0).matrix()).Q
     values = torch.arange(1, size + 1).double() ** -decay

@@ -12,9 +12,10 @@ from torch import nn
 
 import ewc_finetune as ewc
 from ewc_finetune import Anchor, Penalty
-from ewc_finetune.block_sum import centre_of, distance, sum_of
+from ewc_finetune.curvature.kronecker_block import Block
+from ewc_finetune.curvature.kronecker_factors import Full
 from ewc_finetune.errors import AnchorMismatchError, NonFiniteError, UsageError
-from ewc_finetune.kronecker import Block, Full
+from ewc_finetune.penalty.kronecker_sum import centre_of, distance, sum_of
 
 several = st.builds(
     lambda inputs, outputs, seeds, rank: [

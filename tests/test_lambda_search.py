@@ -16,11 +16,11 @@ from torch.utils.data import TensorDataset
 import ewc_finetune as ewc
 from ewc_finetune.data.domain import as_domain
 from ewc_finetune.errors import RetentionError, UsageError
-from ewc_finetune.probe import Retention
+from ewc_finetune.evaluation.probe import Retention
+from ewc_finetune.evaluation.score import Score
+from ewc_finetune.finetuning.aims import Best, Retaining, Trial, Within
+from ewc_finetune.finetuning.lambda_search import RUNS, search_lambda, split
 from ewc_finetune.progress import Silent
-from ewc_finetune.verbs.aims import Best, Retaining, Trial, Within
-from ewc_finetune.verbs.evaluate import Score
-from ewc_finetune.verbs.lambda_search import RUNS, search_lambda, split
 
 
 def score(accuracy, loss=1.0):
@@ -300,7 +300,7 @@ def test_a_search_that_was_stopped_goes_on(tmp_path, monkeypatch):
     anchor = ewc.consolidate(model, blobs(0)).save(tmp_path / "a.safetensors").path
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     made = []
-    whole = ewc.verbs.trials.Penalty
+    whole = ewc.finetuning.search_runs.Penalty
 
     def run(name, **more):
         model.load_state_dict(start)
@@ -320,7 +320,7 @@ def test_a_search_that_was_stopped_goes_on(tmp_path, monkeypatch):
             raise Killed
         return whole(*arguments, **options)
 
-    monkeypatch.setattr(ewc.verbs.trials, "Penalty", counting)
+    monkeypatch.setattr(ewc.finetuning.search_runs, "Penalty", counting)
     notes = Notes()
     with pytest.raises(Killed):
         run("m.pt", progress=notes)

@@ -10,7 +10,7 @@ from torch import nn
 
 import ewc_finetune as ewc
 from ewc_finetune.checkpoint.checkpoint import Record
-from ewc_finetune.checkpoint.state_dict import save_state_dict
+from ewc_finetune.checkpoint.formats.state_dict import save_state_dict
 from ewc_finetune.cli.layer_table import block_of, by_block
 
 

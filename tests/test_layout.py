@@ -3,11 +3,11 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from ewc_finetune.checkpoint.builtin_models import CNN, MLP
 from ewc_finetune.data.domain import as_domain
 from ewc_finetune.data.layout import Layout, find_layout
 from ewc_finetune.errors import DataError
-from ewc_finetune.likelihood import Categorical
-from ewc_finetune.models import CNN, MLP
+from ewc_finetune.likelihood.categorical import Categorical
 
 CPU = torch.device("cpu")
 

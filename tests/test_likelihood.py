@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ewc_finetune.errors import DataError, UsageError
-from ewc_finetune.likelihood import IGNORED, get_likelihood
+from ewc_finetune.likelihood.base import IGNORED
+from ewc_finetune.likelihood.registry import get_likelihood
 
 
 def draw(*shape, seed=0, scale=1.0):

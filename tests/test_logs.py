@@ -9,10 +9,10 @@ import pytest
 import ewc_finetune as ewc
 from ewc_finetune.cli import main
 from ewc_finetune.cli.printer import Printer
-from ewc_finetune.config import differences, read_config, to_command, to_toml
 from ewc_finetune.errors import StorageError, UsageError
-from ewc_finetune.runs import read_run
-from ewc_finetune.verbs.recording import defaults
+from ewc_finetune.finetuning.options import defaults
+from ewc_finetune.runs.options_file import differences, read_config, to_command, to_toml
+from ewc_finetune.runs.record import read_run
 
 BASE = ("finetune", "--model", "mlp?hidden=16", "--data", "digits", "--output", "m.pt")
 

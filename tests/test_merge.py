@@ -17,6 +17,7 @@ from torch import nn
 
 import ewc_finetune as ewc
 from ewc_finetune import Anchor, Penalty
+from ewc_finetune.anchor.compatibility import remarks
 from ewc_finetune.errors import (
     AnchorError,
     AnchorMismatchError,
@@ -25,8 +26,8 @@ from ewc_finetune.errors import (
     StorageError,
     UsageError,
 )
-from ewc_finetune.stack import collapse, remarks
-from ewc_finetune.tensor_file import TensorFile
+from ewc_finetune.penalty.quadratic import collapse
+from ewc_finetune.storage.lazy_tensors import TensorFile
 
 IN_ONE_FOLDER = [HealthCheck.function_scoped_fixture]
 
@@ -280,7 +281,12 @@ def test_inputs_are_never_overwritten(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "failing", ["tensor_file.save_file", "tensor_file._finish_header", "checkpoint.state_dict.torch.save"]
+    "failing",
+    [
+        "storage.lazy_tensors.save_file",
+        "storage.lazy_tensors._finish_header",
+        "checkpoint.formats.state_dict.torch.save",
+    ],
 )
 def test_an_interrupted_merge_leaves_neither_anchor_nor_checkpoint(tmp_path, monkeypatch, failing):
     data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.arange(8) % 3)

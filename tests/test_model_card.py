@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 import ewc_finetune as ewc
 from ewc_finetune import Anchor, Provenance
+from ewc_finetune.anchor.probe_tensors import Probe
+from ewc_finetune.anchor.provenance import read_provenance
 from ewc_finetune.checkpoint.checkpoint import FROZEN
+from ewc_finetune.commands.inspect import inspect
 from ewc_finetune.errors import AnchorError, HubError, UsageError
 from ewc_finetune.model_card.card import updated_card
 from ewc_finetune.model_card.front_matter import TAGS
 from ewc_finetune.model_card.published import Published
 from ewc_finetune.model_card.section import BEGIN, END, section
 from ewc_finetune.model_card.text import code, without_folders
-from ewc_finetune.probe_file import Probe
-from ewc_finetune.provenance import read_provenance
-from ewc_finetune.verbs.inspect import inspect
 
 LAYERS = ("first", "norm", "last")
 ORIGIN = Provenance(

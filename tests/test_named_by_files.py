@@ -11,7 +11,7 @@ from torch import nn
 
 from ewc_finetune.checkpoint.architecture import build
 from ewc_finetune.checkpoint.checkpoint import Record
-from ewc_finetune.checkpoint.state_dict import save_state_dict
+from ewc_finetune.checkpoint.formats.state_dict import save_state_dict
 from ewc_finetune.errors import ArchitectureError
 
 DATA = "digits?limit=40"
@@ -25,7 +25,7 @@ HOSTILE = {
     "a module with side effects": "this:s",
     "an installed function": "torch:load?f=model.pt",
     "an installed class": "torch.nn:Linear?in_features=2&out_features=2",
-    "a function of ewc-ft": "ewc_finetune.files:sha256?path=model.pt",
+    "a function of ewc-ft": "ewc_finetune.storage.atomic:sha256?path=model.pt",
     "an imported function": "mine_named:system?command=touch+exploded",
     "an imported class": "mine_named:Linear?in_features=2&out_features=2",
     "a name that is not there": "mine_hostile:nope",

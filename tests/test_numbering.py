@@ -11,10 +11,10 @@ from PIL import Image
 from torch import nn
 
 import ewc_finetune as ewc
-from ewc_finetune.checkpoint.opening import open_model
+from ewc_finetune.checkpoint.open import open_model
 from ewc_finetune.data.sources import load_domain
 from ewc_finetune.errors import DataError, UsageError
-from ewc_finetune.verbs.chance import at_chance
+from ewc_finetune.evaluation.chance import at_chance
 
 ORDER = ("grignolino", "barbera", "barolo")
 

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
-from ewc_finetune.checkpoint.detection import detect
-from ewc_finetune.checkpoint.opening import load_checkpoint, open_model
+from ewc_finetune.checkpoint.file_format import detect
+from ewc_finetune.checkpoint.open import load_checkpoint, open_model
 from ewc_finetune.errors import ArchitectureError, CheckpointError
 
 

@@ -13,8 +13,9 @@ from torch import nn
 
 import ewc_finetune as ewc
 from ewc_finetune import Anchor, Penalty, Provenance
+from ewc_finetune.anchor.compatibility import remarks
 from ewc_finetune.errors import AnchorMismatchError, NonFiniteError, UsageError
-from ewc_finetune.stack import collapse, remarks, spread_lambdas
+from ewc_finetune.penalty.quadratic import collapse, spread_lambdas
 
 
 def make_anchor(model, seed, *, zeros=0.0, missing=(), digest=None, **provenance):

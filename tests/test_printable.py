@@ -12,7 +12,7 @@ from torch import nn
 
 import ewc_finetune as ewc
 from ewc_finetune.checkpoint.checkpoint import Record
-from ewc_finetune.checkpoint.state_dict import save_state_dict
+from ewc_finetune.checkpoint.formats.state_dict import save_state_dict
 from ewc_finetune.cli.printable import printable
 
 EVIL = "\x1b]0;owned\x07\x1b[2Kfine\rgone\u202eback\x9b1m\ndone: all is well\u2028\ud800\x00"

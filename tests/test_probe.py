@@ -20,17 +20,18 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import ewc_finetune as ewc
 from ewc_finetune import Anchor
-from ewc_finetune.active import Active
+from ewc_finetune.anchor.heads import foreign_head
+from ewc_finetune.anchor.probe_tensors import Probe, ProbeFile
+from ewc_finetune.checkpoint.builtin_models import MLP
 from ewc_finetune.data.domain import as_domain
 from ewc_finetune.data.layout import Layout, find_layout
 from ewc_finetune.errors import AnchorError, AnchorMismatchError, DataError, NonFiniteError, UsageError
-from ewc_finetune.heads import replace_head
-from ewc_finetune.likelihood import IGNORED, get_likelihood
-from ewc_finetune.meters import meters
-from ewc_finetune.models import MLP
-from ewc_finetune.probe import measure, take_probe
-from ewc_finetune.probe_file import Probe, ProbeFile
-from ewc_finetune.stack import foreign_head
+from ewc_finetune.evaluation.probe import measure, take_probe
+from ewc_finetune.evaluation.retention import meters
+from ewc_finetune.likelihood.active import Active
+from ewc_finetune.likelihood.base import IGNORED
+from ewc_finetune.likelihood.registry import get_likelihood
+from ewc_finetune.modules.heads import replace_head
 
 CPU = torch.device("cpu")
 DRAWS = torch.Generator().manual_seed(0)
@@ -261,7 +262,7 @@ def test_it_is_the_same_for_any_batch(samples):
 def test_many_numbers_are_compared_in_parts(monkeypatch):
     old, new = randn(9, 5), randn(9, 5)
     whole = compare(old, new)
-    monkeypatch.setattr("ewc_finetune.probe._COMPARED", 10)
+    monkeypatch.setattr("ewc_finetune.evaluation.probe._COMPARED", 10)
     assert compare(old, new).divergence == pytest.approx(whole.divergence, rel=1e-12)
 
 
@@ -458,7 +459,7 @@ def test_opening_reads_no_probe(probed, monkeypatch):
     def never(*_):
         raise AssertionError
 
-    monkeypatch.setattr("ewc_finetune.tensor_file.TensorFile.__getitem__", never)
+    monkeypatch.setattr("ewc_finetune.storage.lazy_tensors.TensorFile.__getitem__", never)
     assert len(Anchor.open(probed.path).probes) == 1
     assert ewc.inspect(probed.path).probes[0]["samples"] == 20
 

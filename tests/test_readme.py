@@ -53,7 +53,7 @@ def test_links_lead_somewhere():
 
 
 def test_data_options_are_those_of_the_code():
-    from ewc_finetune.address import parse
+    from ewc_finetune.specs.query import parse
 
     for option in re.findall(r"^\| `([a-z]+=[^`]*)`", README, re.M):
         read_options(parse("mnist?" + option.split("\\|")[0].replace("SEED", "1").replace("=N", "=1")))

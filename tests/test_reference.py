@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from test_transformers import bert, reviews, saved
 
 import ewc_finetune as ewc
+from ewc_finetune.anchor.hub_weights import Elsewhere, refer
 from ewc_finetune.errors import AnchorError, HubError, UsageError
 from ewc_finetune.hub.address import HubAddress
 from ewc_finetune.hub.client import UnreachableError
-from ewc_finetune.reference import Elsewhere, refer
 
 BASE = "lab/base"
 

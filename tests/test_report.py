@@ -28,7 +28,7 @@ from ewc_finetune.errors import EwcError, StorageError
 from ewc_finetune.reporting.charts import MOST_POINTS, linear_axis, log_axis, thinned
 from ewc_finetune.reporting.measures import MINUS, NOTHING
 from ewc_finetune.reporting.outcome import new_domain
-from ewc_finetune.runs import read_run
+from ewc_finetune.runs.record import read_run
 
 MISSING = object()
 

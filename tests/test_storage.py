@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import ewc_finetune as ewc
-from ewc_finetune.curvature.storage import decode, encode, rounded
+from ewc_finetune.anchor.half_precision import decode, encode, rounded
 from ewc_finetune.errors import AnchorError, UsageError
 
 HALVES = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # the largest relative error of rounding

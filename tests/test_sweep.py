@@ -23,12 +23,12 @@ from torch.utils.data import TensorDataset
 import ewc_finetune as ewc
 from ewc_finetune.errors import EwcError, StorageError, UsageError
 from ewc_finetune.progress import Silent
-from ewc_finetune.ranges import read_lambdas, read_seeds
 from ewc_finetune.reporting.frontier import knee, pareto
 from ewc_finetune.reporting.measures import NOTHING
 from ewc_finetune.reporting.outcome import outcome_of
 from ewc_finetune.reporting.tradeoff import Row, trade_off
-from ewc_finetune.runs import read_run
+from ewc_finetune.runs.record import read_run
+from ewc_finetune.specs.ranges import read_lambdas, read_seeds
 
 OLD, NEW = "digits?limit=300", "digits?rotate=90&limit=300"
 EVAL = ("--eval", "digits?limit=50", "--eval", "digits?rotate=90&limit=50")

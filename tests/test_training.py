@@ -16,13 +16,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import ewc_finetune as ewc
-from ewc_finetune.checkpoint.state_dict import save_object
+from ewc_finetune.checkpoint.formats.state_dict import save_object
 from ewc_finetune.data.domain import as_domain
 from ewc_finetune.errors import DataError, NonFiniteError, StorageError, UsageError
+from ewc_finetune.finetuning.observer import Journal
+from ewc_finetune.finetuning.schedule import Schedule
 from ewc_finetune.progress import Silent
-from ewc_finetune.run_folder import RunFolder, lock
-from ewc_finetune.schedule import Schedule
-from ewc_finetune.verbs.journal import Journal
+from ewc_finetune.runs.folder import RunFolder, lock
 
 MLP = "mlp?in_features=4&hidden=16&num_classes=3&batch_norm=false"
 
@@ -449,7 +449,7 @@ def test_versions_and_damage(tmp_path, monkeypatch, killing):
 
 
 def test_every_option_is_recorded():
-    from ewc_finetune.verbs.recording import defaults
+    from ewc_finetune.finetuning.options import defaults
 
     known = defaults()
     assert {field.name.replace("_", "-") for field in dataclasses.fields(Schedule)} <= known.keys()
@@ -539,7 +539,7 @@ def test_two_at_once_do_not_write_one_run(tmp_path, monkeypatch, killing):
 def test_a_run_folder_that_cannot_be_made_takes_nothing_away(tmp_path, monkeypatch):
     tuned(output=tmp_path / "m.pt", architecture="x:Y")
     before = {path.name: path.read_bytes() for path in (tmp_path / "m.run").iterdir()}
-    monkeypatch.setattr("ewc_finetune.run_folder.to_toml", lambda options: 1 / 0)
+    monkeypatch.setattr("ewc_finetune.runs.folder.to_toml", lambda options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tuned(output=tmp_path / "m.pt", architecture="x:Y", overwrite=True)
     assert {path.name: path.read_bytes() for path in (tmp_path / "m.run").iterdir()} == before
@@ -687,7 +687,7 @@ def test_a_disk_that_is_full_when_the_state_is_written(tmp_path, monkeypatch):
         return save(temporary, path, saved)
 
     save = save_object
-    monkeypatch.setattr("ewc_finetune.run_folder.save_object", full)
+    monkeypatch.setattr("ewc_finetune.runs.folder.save_object", full)
     with pytest.raises(StorageError, match=r"state\.pt: the disk is full"):
         tuned(output=tmp_path / "m.pt", architecture="x:Y")
     assert torch.load(tmp_path / "m.run" / "last.pt", weights_only=True)

@@ -9,14 +9,14 @@ from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
 from ewc_finetune.checkpoint.checkpoint import cpu_state
-from ewc_finetune.checkpoint.opening import open_fresh, open_model
-from ewc_finetune.checkpoint.safetensors_file import RECORD
-from ewc_finetune.checkpoint.state_dict import save_state_dict
+from ewc_finetune.checkpoint.formats.safetensors_file import RECORD
+from ewc_finetune.checkpoint.formats.state_dict import save_state_dict
+from ewc_finetune.checkpoint.open import open_fresh, open_model
 from ewc_finetune.data.domain import as_domain
+from ewc_finetune.finetuning.schedule import Schedule
+from ewc_finetune.finetuning.training_loss import training_loss
 from ewc_finetune.progress import Silent
-from ewc_finetune.schedule import Schedule
-from ewc_finetune.tensor_file import write_tensors
-from ewc_finetune.verbs.training_loss import training_loss
+from ewc_finetune.storage.lazy_tensors import write_tensors
 
 
 class Notes(Silent):

@@ -14,19 +14,19 @@ from torchvision import models
 from torchvision.transforms import v2
 
 import ewc_finetune as ewc
-from ewc_finetune.anchor import Anchor
+from ewc_finetune.anchor.anchor import Anchor
+from ewc_finetune.anchor.provenance import read_provenance
+from ewc_finetune.checkpoint.builtin_models import CNN
 from ewc_finetune.checkpoint.checkpoint import Record
-from ewc_finetune.checkpoint.opening import open_model
+from ewc_finetune.checkpoint.open import open_model
 from ewc_finetune.checkpoint.torchvision_weights import transform_of_weights
 from ewc_finetune.data.domain import as_domain
 from ewc_finetune.data.layout import Layout
 from ewc_finetune.data.sources import load_domain
 from ewc_finetune.data.transform import IMAGENET_MEAN, IMAGENET_STD, Transform, is_transform
 from ewc_finetune.errors import AnchorError, CheckpointError, DataError, UsageError
-from ewc_finetune.models import CNN
+from ewc_finetune.evaluation.presenting import presented
 from ewc_finetune.progress import Silent
-from ewc_finetune.provenance import read_provenance
-from ewc_finetune.verbs.presenting import presented
 
 
 class Saw(nn.Module):

@@ -29,8 +29,9 @@ from transformers import (
 from transformers.utils import logging
 
 import ewc_finetune as ewc
-from ewc_finetune.checkpoint.hugging_face import download
-from ewc_finetune.checkpoint.opening import open_model
+from ewc_finetune.checkpoint.formats.transformers_folder import download
+from ewc_finetune.checkpoint.open import open_model
+from ewc_finetune.commands.consolidate import default_output
 from ewc_finetune.data.domain import as_domain
 from ewc_finetune.data.preprocessing import preprocessed
 from ewc_finetune.data.sources import load_domain
@@ -44,8 +45,8 @@ from ewc_finetune.errors import (
     UsageError,
 )
 from ewc_finetune.hub.client import UnreachableError
-from ewc_finetune.likelihood import IGNORED, PerToken
-from ewc_finetune.verbs.consolidate import default_output
+from ewc_finetune.likelihood.base import IGNORED
+from ewc_finetune.likelihood.categorical import PerToken
 
 WORDS = ["[PAD]", "[UNK]", "[MASK]", "[BOS]", "[EOS]", *(f"w{n}" for n in range(45))]
 SMALL = {
@@ -325,7 +326,7 @@ def test_folders_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("ewc_finetune.tensor_file.save_file", interrupted)
+        patched.setattr("ewc_finetune.storage.lazy_tensors.save_file", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ewc.finetune(folder, data, output=tmp_path / "out", overwrite=True, **options)
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before

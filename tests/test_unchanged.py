@@ -97,9 +97,10 @@ def test_run_folder(tmp_path, ewc_ft):
 
 def test_help(monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    context = click.Context(main, info_name="ewc-ft", terminal_width=120, max_content_width=120)
+    wide = {**main.context_settings, "terminal_width": 120, "max_content_width": 120}
+    context = click.Context(main, info_name="ewc-ft", **wide)
     said = [main.get_help(context)]
     for name in main.list_commands(context):
         command = main.get_command(context, name)
-        said.append(command.get_help(click.Context(command, context, name, terminal_width=120, max_content_width=120)))
+        said.append(command.get_help(click.Context(command, context, name, **wide)))
     check("help.txt", "\n\n".join(said) + "\n")

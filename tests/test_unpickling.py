@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from ewc_finetune.checkpoint import unpickling
-from ewc_finetune.checkpoint.opening import globals_asked_for, load_checkpoint
-from ewc_finetune.checkpoint.unpickling import NoPickleError, check_pickle
+from ewc_finetune.checkpoint.formats import unpickling
+from ewc_finetune.checkpoint.formats.unpickling import NoPickleError, check_pickle
+from ewc_finetune.checkpoint.open import globals_asked_for, load_checkpoint
 from ewc_finetune.errors import CheckpointError
 
 START = b"\x80\x02"

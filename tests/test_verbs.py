@@ -10,6 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ewc_finetune as ewc
+from ewc_finetune.anchor.compatibility import remarks
+from ewc_finetune.checkpoint.builtin_models import MLP
 from ewc_finetune.errors import (
     AnchorError,
     ArchitectureError,
@@ -20,9 +22,7 @@ from ewc_finetune.errors import (
     StorageError,
     UsageError,
 )
-from ewc_finetune.likelihood import get_likelihood
-from ewc_finetune.models import MLP
-from ewc_finetune.stack import remarks
+from ewc_finetune.likelihood.registry import get_likelihood
 
 
 def blobs(shift=0.0, seed=0, n=120, classes=3):

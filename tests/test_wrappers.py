@@ -7,11 +7,11 @@ from torch import nn
 
 import ewc_finetune as ewc
 from ewc_finetune import Penalty
-from ewc_finetune.checkpoint.opening import load_checkpoint
-from ewc_finetune.checkpoint.program import silent
-from ewc_finetune.checkpoint.torchscript import TorchScript
+from ewc_finetune.checkpoint.formats.program import silent
+from ewc_finetune.checkpoint.formats.torchscript import TorchScript
+from ewc_finetune.checkpoint.open import load_checkpoint
 from ewc_finetune.errors import AnchorMismatchError, StorageError, UsageError
-from ewc_finetune.wrappers import fitting, prefixes, unwrapped, without
+from ewc_finetune.modules.wrappers import fitting, prefixes, unwrapped, without
 
 # Of torch's own: its wrapper of a model that is compiled, which compiles nothing before it is called.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

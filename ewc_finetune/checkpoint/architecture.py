@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ewc_finetune import models
-from ewc_finetune.address import Address, parse, suggest
-from ewc_finetune.errors import ArchitectureError
-from ewc_finetune.importing import find, find_own, value_of, working_directory_on_path
+from ewc_finetune.checkpoint import builtin_models as models
+from ewc_finetune.errors import ArchitectureError, suggest
+from ewc_finetune.specs.importing import find, find_own, value_of, working_directory_on_path
+from ewc_finetune.specs.query import Address, parse
 
 BUILTIN: dict[str, type[nn.Module]] = {"mlp": models.MLP, "cnn": models.CNN}
 TRANSFORMERS = "transformers:"

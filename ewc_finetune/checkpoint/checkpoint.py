@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ewc_finetune.anchor.provenance import is_head
 from ewc_finetune.data.transform import is_transform
 from ewc_finetune.errors import CheckpointError, UsageError
-from ewc_finetune.files import atomic_write
-from ewc_finetune.provenance import is_head
-from ewc_finetune.purpose import Purpose
+from ewc_finetune.modules.task import Purpose
+from ewc_finetune.storage.atomic import atomic_write
 
 FROZEN = "frozen (requires_grad is false)"
 

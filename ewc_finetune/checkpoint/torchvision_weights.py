@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ewc_finetune.address import parse
 from ewc_finetune.data.transform import Transform
+from ewc_finetune.specs.query import parse
 
 _PREFIX = "torchvision:"
 # With their own weights these turn ImageNet's numbers into 0.5 and 0.5 inside, which they leave out without:

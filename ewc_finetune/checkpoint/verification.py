@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ewc_finetune.checkpoint.archive import Archive, is_archive
-from ewc_finetune.checkpoint.detection import detect
-from ewc_finetune.checkpoint.safetensors_file import read_safetensors
-from ewc_finetune.checksums import KEY, verdict
-from ewc_finetune.shards import parts_named
+from ewc_finetune.checkpoint.file_format import detect
+from ewc_finetune.checkpoint.formats.archive import Archive, is_archive
+from ewc_finetune.checkpoint.formats.safetensors_file import read_safetensors
+from ewc_finetune.storage.checksums import KEY, verdict
+from ewc_finetune.storage.shards import parts_named
 
 
 def verify(path: Path) -> str:

@@ -23,7 +23,7 @@ _NEVER = {
 # Parameters that may name code of somebody's, and what it would be.
 _NAMING = {"data": "data", "eval_on": "data", "select_on": "data", "model": "architecture", "arch": "architecture"}
 # Under what the context keeps which file said a parameter.
-_PATHS = "ewc_finetune.config.paths"
+_PATHS = "ewc_finetune.runs.options_file.paths"
 
 
 def config_option(of_run: Callable[[MutableMapping[str, Any]], None] | None = None) -> Callable[[F], F]:
@@ -53,7 +53,7 @@ def resumed(context: click.Context, parameter: click.Parameter, value: str | Non
 
 def _take(context: click.Context, path: Path, of_run: Callable[[MutableMapping[str, Any]], None] | None = None) -> None:
     """Make what a file says the defaults of this command."""
-    from ewc_finetune.config import read_config
+    from ewc_finetune.runs.options_file import read_config
 
     if context.resilient_parsing:  # a shell asks what may come next
         return
@@ -85,9 +85,9 @@ def check_named(context: click.Context, note: Callable[[str], None]) -> None:
     if not named:
         return
     from ewc_finetune.checkpoint.architecture import names_code as code_of_architecture
-    from ewc_finetune.checkpoint.opening import is_there
+    from ewc_finetune.checkpoint.location import is_there
     from ewc_finetune.data.sources import names_code as code_of_data
-    from ewc_finetune.importing import find_own, working_directory_on_path
+    from ewc_finetune.specs.importing import find_own, working_directory_on_path
 
     options = {option.name: option for option in context.command.params}
     wrong: list[str] = []

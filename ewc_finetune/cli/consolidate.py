@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ewc_finetune.choices import ANCHOR_WEIGHTS, CURVATURES, ESTIMATORS, KFAC_FORMS, LIKELIHOODS
-from ewc_finetune.cli.command import Command, common_options, dry_run_option, only_one, storage_options, trust_option
+from ewc_finetune.cli.command import Command
+from ewc_finetune.cli.options import common_options, dry_run_option, only_one, storage_options, trust_option
 
 if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
@@ -128,11 +129,11 @@ def consolidate(
     or with --trust-code a pickled module; no code in it is run otherwise. The data needs no labels, but for the
     empirical and batched estimators.
     """
+    from ewc_finetune.anchor.half_precision import describe
     from ewc_finetune.cli.layer_table import layer_table
-    from ewc_finetune.curvature.storage import describe
-    from ewc_finetune.verbs.consolidate import consolidate as run
-    from ewc_finetune.verbs.consolidate import default_output
-    from ewc_finetune.verbs.dry_run import dry_run as estimate
+    from ewc_finetune.commands.consolidate import consolidate as run
+    from ewc_finetune.commands.consolidate import default_output
+    from ewc_finetune.commands.dry_run import dry_run as estimate
 
     options |= {"architecture": arch, "output": output or default_output(model), "progress": printer}
     if dry_run:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ewc_finetune.choices import LIKELIHOODS
-from ewc_finetune.cli.command import Command, common_options, trust_option
+from ewc_finetune.cli.command import Command
+from ewc_finetune.cli.options import common_options, trust_option
 
 if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 @common_options
 def evaluate(model: str, data: tuple[str, ...], arch: str | None, printer: Printer, **options: Any) -> None:
     """Score MODEL (a checkpoint or an anchor): loss and accuracy, a row for each domain."""
-    from ewc_finetune.verbs.evaluate import evaluate as run
+    from ewc_finetune.commands.evaluate import evaluate as run
 
     scores = run(model, list(data), architecture=arch, progress=printer, **options)
     perplexity = any(score.perplexity is not None for score in scores)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ewc_finetune.choices import PENALTY_FORMS
-from ewc_finetune.cli.adapting import adapting_options, starting_options
-from ewc_finetune.cli.command import Command, common_options, dry_run_option
+from ewc_finetune.cli.command import Command
 from ewc_finetune.cli.config import config_option, resumed
+from ewc_finetune.cli.options import adapting_options, common_options, dry_run_option, starting_options
 
 if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
@@ -109,9 +109,9 @@ def finetune(
     Writes a checkpoint in the format that the anchor came from, and beside it a run folder: run.json, the same options
     as run.toml (for --config), metrics.jsonl and a figure.
     """
-    from ewc_finetune.verbs.dry_run import dry_run as estimate
-    from ewc_finetune.verbs.finetune import default_output
-    from ewc_finetune.verbs.finetune import finetune as run
+    from ewc_finetune.commands.dry_run import dry_run as estimate
+    from ewc_finetune.commands.finetune import default_output
+    from ewc_finetune.commands.finetune import finetune as run
 
     options |= {"anchors": anchors, "architecture": arch, "eval_on": eval_on or None, "progress": printer}
     options |= {"output": output or default_output(model, anchors, data), "resume": resume}

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ewc_finetune.cli.command import Command, printing_options, trust_option
+from ewc_finetune.cli.command import Command
+from ewc_finetune.cli.options import printing_options, trust_option
 from ewc_finetune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,10 +31,10 @@ def inspect(
 
     Of an anchor hardly more than the header is read; of one on the Hub (hf://ORG/NAME) no more is fetched.
     """
-    from ewc_finetune.checkpoint.opening import is_anchor
+    from ewc_finetune.checkpoint.open import is_anchor
+    from ewc_finetune.checkpoint.summary import inspect_checkpoint
     from ewc_finetune.cli.layer_table import layer_table
-    from ewc_finetune.verbs.inspect import inspect as run
-    from ewc_finetune.verbs.inspect_checkpoint import inspect_checkpoint
+    from ewc_finetune.commands.inspect import inspect as run
 
     if not is_anchor(file):
         if plot is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ewc_finetune.provenance import Provenance
+from ewc_finetune.anchor.provenance import Provenance
 
 if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ewc_finetune.choices import KFAC_SUMS, LINEAGES, MERGED_HEADS
-from ewc_finetune.cli.command import Command, printing_options, storage_options
+from ewc_finetune.cli.command import Command
+from ewc_finetune.cli.options import printing_options, storage_options
 
 if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
@@ -74,7 +75,7 @@ def merge(anchors: tuple[str, ...], output: str, arch: str | None, printer: Prin
     off is said. A merged anchor costs one anchor's memory and time.
     """
     from ewc_finetune.cli.layer_table import layer_table
-    from ewc_finetune.verbs.merge import merge as run
+    from ewc_finetune.commands.merge import merge as run
 
     merged = run(anchors, architecture=arch, output=output, progress=printer, **options)
     origin = merged.provenance

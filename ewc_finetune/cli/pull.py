@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ewc_finetune.cli.command import Command, printing_options
+from ewc_finetune.cli.command import Command
+from ewc_finetune.cli.options import printing_options
 
 if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
@@ -28,7 +29,7 @@ def pull(place: str, output: str | None, overwrite: bool, printer: Printer) -> N
     It becomes the one file that was pushed, byte for byte, checked against the digests that the Hub promises. What is
     in the client's cache is not fetched again. Commands that take anchors take hf://ORG/NAME too, without this one.
     """
-    from ewc_finetune.verbs.pull import pull as run
+    from ewc_finetune.commands.pull import pull as run
 
     found = run(place, output=output, overwrite=overwrite, progress=printer)
     printer.note(f"{found.path}: {found.bytes:,} bytes, sha256 {found.digest}")

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ewc_finetune.cli.command import Command, printing_options
+from ewc_finetune.cli.command import Command
+from ewc_finetune.cli.options import printing_options
 
 if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
@@ -35,8 +36,8 @@ def push(anchor: str, repository: str, printer: Printer, **options: Any) -> None
     The repository is made unless it is there. Of a card that people have edited only our own section is renewed, and
     where nothing has changed there is no commit. Log in first: hf auth login, or HF_TOKEN.
     """
+    from ewc_finetune.commands.push import push as run
     from ewc_finetune.errors import few
-    from ewc_finetune.verbs.push import push as run
 
     done = run(anchor, repository, progress=printer, **options)
     parts = [what + few(names) for what, names in (("", done.changed), ("removed ", done.removed)) if names]

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ewc_finetune.cli.command import Command, printing_options
+from ewc_finetune.cli.command import Command
+from ewc_finetune.cli.options import printing_options
 
 if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
@@ -30,7 +31,7 @@ def report(runs: tuple[str, ...], output: str | None, overwrite: bool, title: st
     RUN is a run folder that finetune wrote (NAME.run), or a folder that holds several; several are compared, those
     without anchors or at lambda 0 being plain fine-tuning.
     """
-    from ewc_finetune.verbs.report import report as run
+    from ewc_finetune.commands.report import report as run
 
     made = run(list(runs), output=output, overwrite=overwrite, title=title, progress=printer)
     printer.note(made.sentence)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ewc_finetune.choices import PENALTY_FORMS
-from ewc_finetune.cli.adapting import adapting_options, starting_options
-from ewc_finetune.cli.command import Command, common_options, dry_run_option
+from ewc_finetune.cli.command import Command
 from ewc_finetune.cli.config import config_option
+from ewc_finetune.cli.options import adapting_options, common_options, dry_run_option, starting_options
 from ewc_finetune.errors import UsageError
-from ewc_finetune.ranges import read_lambdas, read_seeds
+from ewc_finetune.specs.ranges import read_lambdas, read_seeds
 
 if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
@@ -130,11 +130,11 @@ def sweep(
     (sweep.csv has a line for each run, sweep.json everything) and a figure, frontier.png. Marked is the knee: the point
     of the frontier that lies farthest beyond the line between its ends.
     """
+    from ewc_finetune.commands.dry_run import dry_run as estimate
+    from ewc_finetune.commands.sweep import default_folder
+    from ewc_finetune.commands.sweep import sweep as run
     from ewc_finetune.progress import Silent
-    from ewc_finetune.verbs.dry_run import dry_run as estimate
-    from ewc_finetune.verbs.grid import as_stacks
-    from ewc_finetune.verbs.sweep import default_folder
-    from ewc_finetune.verbs.sweep import sweep as run
+    from ewc_finetune.sweeps.grid import as_stacks
 
     as_stacks(anchors, Silent())
     options |= {"anchors": anchors, "architecture": arch, "eval_on": eval_on or None, "progress": printer}

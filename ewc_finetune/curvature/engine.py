@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from ewc_finetune.choices import KfacForm
 from ewc_finetune.curvature import fallback
-from ewc_finetune.curvature.kfac import BlockSums, Layer
+from ewc_finetune.curvature.backward_pass import RuledPass, Squares, differentiable
+from ewc_finetune.curvature.batch_dims import CourseChangedError
+from ewc_finetune.curvature.kfac_factors import BlockSums, Layer
+from ewc_finetune.curvature.per_sample_gradients import Workspace, budget
 from ewc_finetune.curvature.plan import Plan, agree, make_plan
-from ewc_finetune.curvature.ruled import RuledPass, Squares, differentiable
-from ewc_finetune.curvature.stacking import CourseChangedError
-from ewc_finetune.curvature.uses import Workspace, budget
-from ewc_finetune.devices import out_of_memory
 from ewc_finetune.errors import ArchitectureError
-from ewc_finetune.factors import Factors
-from ewc_finetune.inputs import Inputs, call, count, each, signature, take, tensors
+from ewc_finetune.likelihood.output_fisher import Factors
+from ewc_finetune.modules.batch import Inputs, call, count, each, signature, take, tensors
+from ewc_finetune.modules.devices import out_of_memory
 
 # So many plans are kept: one for each length that sequences have.
 _PLANS = 256

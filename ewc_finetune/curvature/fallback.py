@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
-from ewc_finetune.curvature.ruled import Squares, differentiable, fit
-from ewc_finetune.factors import Factors
-from ewc_finetune.inputs import Inputs, arguments, call, count, each, outputs_of, take
-from ewc_finetune.precision import wide
+from ewc_finetune.curvature.backward_pass import Squares, differentiable, fit
+from ewc_finetune.likelihood.output_fisher import Factors
+from ewc_finetune.modules.batch import Inputs, arguments, call, count, each, outputs_of, take
+from ewc_finetune.modules.precision import wide
 
 Fallback = Callable[[nn.Module, Mapping[str, Tensor], Inputs, Tensor], Squares]
 

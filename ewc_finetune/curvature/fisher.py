@@ -14,18 +14,19 @@ from torch import Tensor, nn
 
 from ewc_finetune.choices import ESTIMATORS, Estimator, KfacForm, check_choice
 from ewc_finetune.curvature import fallback
+from ewc_finetune.curvature.backward_pass import Squares
+from ewc_finetune.curvature.batching import gathered
 from ewc_finetune.curvature.engine import Engine
-from ewc_finetune.curvature.gathering import gathered
-from ewc_finetune.curvature.kfac import LARGEST, BlockSums, mirrored
-from ewc_finetune.curvature.ruled import Squares
+from ewc_finetune.curvature.kfac_factors import LARGEST, BlockSums, mirrored
+from ewc_finetune.curvature.kronecker_block import Block
+from ewc_finetune.curvature.kronecker_factors import Full
 from ewc_finetune.curvature.standard_error import RunningError, StandardError
-from ewc_finetune.devices import out_of_memory, random_state_kept
 from ewc_finetune.errors import ArchitectureError, DataError, DeviceError, NonFiniteError, UsageError
-from ewc_finetune.factors import Factors
-from ewc_finetune.inputs import Inputs, count, detached, take
-from ewc_finetune.kronecker import Block, Full
-from ewc_finetune.likelihood import Likelihood
-from ewc_finetune.modes import evaluating, unchanged, uncompiled
+from ewc_finetune.likelihood.base import Likelihood
+from ewc_finetune.likelihood.output_fisher import Factors
+from ewc_finetune.modules.batch import Inputs, count, detached, take
+from ewc_finetune.modules.devices import out_of_memory, random_state_kept
+from ewc_finetune.modules.modes import evaluating, unchanged, uncompiled
 from ewc_finetune.progress import Bar
 
 # With so many outputs, `auto` still takes the exact estimator: one backward pass for each but one.

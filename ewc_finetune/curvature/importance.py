@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ewc_finetune.kronecker import Block
+from ewc_finetune.curvature.kronecker_block import Block
 
 
 @dataclass(frozen=True)

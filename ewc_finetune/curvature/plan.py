@@ -17,17 +17,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ewc_finetune.curvature.capture import Call, Capture
+from ewc_finetune.curvature.backward_pass import Course, RuledPass, differentiable
+from ewc_finetune.curvature.batch_dims import CourseChangedError, Stack, Stacking, find_stacking
+from ewc_finetune.curvature.call_recorder import Call, Capture
 from ewc_finetune.curvature.fallback import gradients_of, vectorised
-from ewc_finetune.curvature.kfac import Layer
-from ewc_finetune.curvature.ruled import Course, RuledPass, differentiable
-from ewc_finetune.curvature.stacking import CourseChangedError, Stack, Stacking, find_stacking
-from ewc_finetune.curvature.uses import Factored, Workspace
-from ewc_finetune.devices import out_of_memory
+from ewc_finetune.curvature.kfac_factors import Layer
+from ewc_finetune.curvature.per_sample_gradients import Factored, Workspace
 from ewc_finetune.errors import ArchitectureError, DataError
-from ewc_finetune.factors import Factors
-from ewc_finetune.inputs import Inputs, call, count, each, take, tensors
-from ewc_finetune.precision import wide
+from ewc_finetune.likelihood.output_fisher import Factors
+from ewc_finetune.modules.batch import Inputs, call, count, each, take, tensors
+from ewc_finetune.modules.devices import out_of_memory
+from ewc_finetune.modules.precision import wide
 
 Signature = tuple[str, tuple[str, ...]]
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ewc_finetune.curvature.batch_dims import Stack
 from ewc_finetune.curvature.convolution import Convolution
-from ewc_finetune.curvature.stacking import Stack
-from ewc_finetune.curvature.uses import Dense, DenseSequence, Filter, Lookup, Spread, Use
-from ewc_finetune.precision import wide
+from ewc_finetune.curvature.per_sample_gradients import Dense, DenseSequence, Filter, Lookup, Spread, Use
+from ewc_finetune.modules.precision import wide
 
 Maker = Callable[[Stack], Use]
 Rule = Callable[..., Iterator[tuple[Tensor, Maker | None]]]

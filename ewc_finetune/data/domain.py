@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from ewc_finetune.active import Active
 from ewc_finetune.data.transform import Assumption, Transform
 from ewc_finetune.errors import DataError
-from ewc_finetune.inputs import Inputs, count, is_inputs, take
-from ewc_finetune.likelihood import Likelihood
+from ewc_finetune.likelihood.active import Active
+from ewc_finetune.likelihood.base import Likelihood
+from ewc_finetune.modules.batch import Inputs, count, is_inputs, take
 
 # Inputs and labels; every kind of data may come without labels.
 Batch = tuple[Inputs, Tensor | None]

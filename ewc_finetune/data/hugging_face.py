@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ewc_finetune.address import Address
 from ewc_finetune.choices import Split
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.numbering import BY_DATASET
@@ -18,6 +17,7 @@ from ewc_finetune.data.options import Options
 from ewc_finetune.data.tables import TEXTS, check_column, labels_of, numbering_of, target_columns
 from ewc_finetune.data.texts import Texts, TextStream
 from ewc_finetune.errors import DataError, UsageError
+from ewc_finetune.specs.query import Address
 
 _IMAGES = ("image", "img")
 _KINDS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ewc_finetune.address import Address
 from ewc_finetune.choices import SPLITS, Split
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.numbering import AS_LISTED, BY_NAME, check_names
 from ewc_finetune.data.options import Options
 from ewc_finetune.errors import DataError, UsageError
+from ewc_finetune.specs.query import Address
 
 
 class ImageFiles(Dataset[Any]):

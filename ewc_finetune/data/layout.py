@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from ewc_finetune.data.domain import Batch, Domain
 from ewc_finetune.data.transform import Transform
-from ewc_finetune.devices import random_state_kept
 from ewc_finetune.errors import ArchitectureError, DataError
-from ewc_finetune.inputs import Inputs, call, each
-from ewc_finetune.modes import evaluating, unchanged
-from ewc_finetune.signals import safe_point
+from ewc_finetune.modules.batch import Inputs, call, each
+from ewc_finetune.modules.devices import random_state_kept
+from ewc_finetune.modules.modes import evaluating, unchanged
+from ewc_finetune.storage.signals import safe_point
 
 
 @dataclass(frozen=True)

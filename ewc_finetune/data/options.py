@@ -12,11 +12,11 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as image_ops
 
-from ewc_finetune.address import Address, suggest
 from ewc_finetune.choices import SPLITS, Split
 from ewc_finetune.data.numbering import read_names
 from ewc_finetune.data.transform import IMAGENET_MEAN, IMAGENET_STD, INTERPOLATIONS, Transform
-from ewc_finetune.errors import UsageError
+from ewc_finetune.errors import UsageError, suggest
+from ewc_finetune.specs.query import Address
 
 # More classes than this are a slip of the finger.
 _MANY_CLASSES = 1_000_000

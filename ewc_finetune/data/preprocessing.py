@@ -18,8 +18,8 @@ from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.images import ImageFiles
 from ewc_finetune.data.texts import Generated, Texts, TextStream
 from ewc_finetune.errors import DataError, UsageError
-from ewc_finetune.likelihood import IGNORED
-from ewc_finetune.purpose import Purpose
+from ewc_finetune.likelihood.base import IGNORED
+from ewc_finetune.modules.task import Purpose
 
 # Texts are cut to so many tokens where neither the data nor the model says.
 _LENGTH = 512

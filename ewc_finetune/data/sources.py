@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from ewc_finetune.address import Address, parse, suggest
 from ewc_finetune.choices import Split
 from ewc_finetune.data.domain import Domain, as_domain
 from ewc_finetune.data.draw import describe_draw, draw_evenly
@@ -25,8 +24,9 @@ from ewc_finetune.data.options import COMMON, Options, read_options
 from ewc_finetune.data.tables import load_csv, load_npz
 from ewc_finetune.data.texts import Generated, Texts, TextStream, load_generated, load_text
 from ewc_finetune.data.transform import Transform
-from ewc_finetune.errors import DataError, UsageError
-from ewc_finetune.importing import find, value_of, working_directory_on_path
+from ewc_finetune.errors import DataError, UsageError, suggest
+from ewc_finetune.specs.importing import find, value_of, working_directory_on_path
+from ewc_finetune.specs.query import Address, parse
 
 ENVIRONMENT = "EWC_FT_DATA"
 

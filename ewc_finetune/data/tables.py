@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from ewc_finetune.address import Address, suggest
 from ewc_finetune.choices import Split
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.numbering import AS_LISTED, BY_NAME, number
 from ewc_finetune.data.options import Options
 from ewc_finetune.data.texts import Texts, refuse_split
-from ewc_finetune.errors import DataError, EwcError, UsageError
+from ewc_finetune.errors import DataError, EwcError, UsageError, suggest
+from ewc_finetune.specs.query import Address
 
 # What a field of a table may have: a long text.
 _LONGEST = 1 << 30

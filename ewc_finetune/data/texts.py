@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from ewc_finetune.address import Address
 from ewc_finetune.choices import Split
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.options import Options
 from ewc_finetune.errors import DataError, UsageError
+from ewc_finetune.specs.query import Address
 
 
 @dataclass

@@ -11,8 +11,8 @@ from ewc_finetune.hub.address import HubAddress, parse_address
 from ewc_finetune.hub.client import UnreachableError
 from ewc_finetune.hub.remote import RemoteSource
 from ewc_finetune.hub.repository import Fetched, Repository, look_into_cache, look_up, look_up_now, remember
-from ewc_finetune.shards import INDEX, JoinedSource, ShardedSource, parts_named
-from ewc_finetune.tensor_source import FileSource, LocalSource, TensorSource
+from ewc_finetune.storage.safetensors_source import FileSource, LocalSource, TensorSource
+from ewc_finetune.storage.shards import INDEX, JoinedSource, ShardedSource, parts_named
 
 # What `push` calls an anchor in its repository.
 STEM = "anchor"

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ewc_finetune.files import sha256
 from ewc_finetune.hub.address import HubAddress
 from ewc_finetune.hub.client import api, hub_errors, patiently
 from ewc_finetune.hub.repository import Promise, Repository, git_hash, look_up_now
+from ewc_finetune.storage.atomic import sha256
 
 # The Hub's answers where the branch is no longer what it was.
 _OVERTAKEN = (409, 412)

@@ -11,7 +11,13 @@ from torch import Tensor
 from ewc_finetune.errors import HubError
 from ewc_finetune.hub.address import HubAddress
 from ewc_finetune.hub.client import PATIENCE, hub_errors, patiently
-from ewc_finetune.tensor_source import TensorSource, header_length, make_header, parse_header, unreadable
+from ewc_finetune.storage.safetensors_source import (
+    TensorSource,
+    header_length,
+    make_header,
+    parse_header,
+    unreadable,
+)
 
 # Nearly every header is shorter, so that it takes one request.
 _FIRST = 1 << 17

@@ -12,9 +12,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from ewc_finetune.errors import HubError, StorageError
-from ewc_finetune.files import atomic_write, sha256
 from ewc_finetune.hub.address import HubAddress, is_commit
 from ewc_finetune.hub.client import PATIENCE, UnreachableError, api, endpoint, hub_errors, is_offline, patiently
+from ewc_finetune.storage.atomic import atomic_write, sha256
 
 _DEFAULT_BRANCH = "main"
 _BLOCK = 1 << 20

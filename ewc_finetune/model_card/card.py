@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from ewc_finetune.anchor.summary import Inspection
 from ewc_finetune.errors import HubError
 from ewc_finetune.model_card.front_matter import LINE_BREAK, with_front_matter
 from ewc_finetune.model_card.published import Published
 from ewc_finetune.model_card.section import BEGIN, END, section
-from ewc_finetune.verbs.inspect import Inspection
 
 _BEGIN, _END = (re.compile(mark.replace(" ", r"\s*")) for mark in (BEGIN, END))
 

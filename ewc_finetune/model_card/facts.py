@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from ewc_finetune.curvature.storage import describe
+from ewc_finetune.anchor.half_precision import describe
+from ewc_finetune.anchor.provenance import Provenance
+from ewc_finetune.anchor.summary import Inspection
 from ewc_finetune.data.transform import Transform, is_transform
 from ewc_finetune.model_card.published import Published
 from ewc_finetune.model_card.text import (
@@ -20,8 +22,6 @@ from ewc_finetune.model_card.text import (
     place_of,
     some,
 )
-from ewc_finetune.provenance import Provenance
-from ewc_finetune.verbs.inspect import Inspection
 
 # How many anchors that it comes from have a row or line each, and how many classes are named.
 _PARENTS, _CLASSES = 24, 12

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from ewc_finetune.anchor.provenance import Provenance
 from ewc_finetune.checkpoint.architecture import BUILTIN, TRANSFORMERS
-from ewc_finetune.checkpoint.exported import Exported
-from ewc_finetune.checkpoint.hugging_face import HuggingFace
-from ewc_finetune.checkpoint.onnx_file import Onnx
-from ewc_finetune.checkpoint.pickled import Pickled
-from ewc_finetune.checkpoint.safetensors_file import SafetensorsFile
-from ewc_finetune.checkpoint.sharded import Sharded
-from ewc_finetune.checkpoint.state_dict import StateDict
-from ewc_finetune.checkpoint.torchscript import TorchScript
+from ewc_finetune.checkpoint.formats.exported import Exported
+from ewc_finetune.checkpoint.formats.onnx.file import Onnx
+from ewc_finetune.checkpoint.formats.pickled import Pickled
+from ewc_finetune.checkpoint.formats.safetensors_file import SafetensorsFile
+from ewc_finetune.checkpoint.formats.sharded import Sharded
+from ewc_finetune.checkpoint.formats.state_dict import StateDict
+from ewc_finetune.checkpoint.formats.torchscript import TorchScript
+from ewc_finetune.checkpoint.formats.transformers_folder import HuggingFace
+from ewc_finetune.choices import DEFAULT_LAMBDA
 from ewc_finetune.model_card.published import Published
 from ewc_finetune.model_card.text import FILE_NAME, code, without_folders
-from ewc_finetune.provenance import Provenance
-from ewc_finetune.verbs.finetune import DEFAULT_LAMBDA
 
 # Formats whose program is not in an anchor: how their files end, and the extra of this package that they need.
 _PROGRAMS = {

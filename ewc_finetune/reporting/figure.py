@@ -9,7 +9,7 @@ from markupsafe import Markup
 from ewc_finetune.reporting.charts import Axis, Curve, line_chart, linear_axis, log_axis
 from ewc_finetune.reporting.measures import Measure
 from ewc_finetune.reporting.outcome import Outcome
-from ewc_finetune.runs import Run
+from ewc_finetune.runs.record import Run
 
 # A scale is logarithmic where the largest number is so many times the smallest.
 _WIDE = 30.0

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ewc_finetune.address import parse
 from ewc_finetune.errors import UsageError
 from ewc_finetune.reporting.measures import Measure, listed, short
-from ewc_finetune.runs import Run
+from ewc_finetune.runs.record import Run
+from ewc_finetune.specs.query import parse
 
 Score = Mapping[str, Any]
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ewc_finetune.figures import FrontierPoint, draw_frontier
 from ewc_finetune.reporting.comparison import Group, grouped
 from ewc_finetune.reporting.frontier import knee, pareto
 from ewc_finetune.reporting.measures import NOTHING
 from ewc_finetune.reporting.outcome import Outcome
+from ewc_finetune.reporting.plots import FrontierPoint, draw_frontier
 
 KNEE, BEST, ON = "knee", "best mean", "on the frontier"
 

@@ -25,9 +25,9 @@ from run import table
 from torch import Tensor, nn
 
 import ewc_finetune as ewc
+from ewc_finetune.checkpoint.builtin_models import MLP
 from ewc_finetune.data.sources import load_domain
-from ewc_finetune.likelihood import get_likelihood
-from ewc_finetune.models import MLP
+from ewc_finetune.likelihood.registry import get_likelihood
 
 RANKS = {"whole": "full", "99%": 0.99, "90%": 0.9}
 IMAGES = "fmnist?size=32&channels=3"

@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 import ewc_finetune
+from ewc_finetune.checkpoint.builtin_models import CNN, MLP
 from ewc_finetune.cli.printer import Printer
-from ewc_finetune.models import CNN, MLP
-from ewc_finetune.modes import set_training
-from ewc_finetune.training import Trainer
+from ewc_finetune.finetuning.trainer import Trainer
+from ewc_finetune.modules.modes import set_training
 
 ROUNDS = 15
 

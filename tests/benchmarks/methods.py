@@ -16,7 +16,7 @@ from torch.nn import functional
 from ewc_finetune.choices import Estimator
 from ewc_finetune.curvature import fallback
 from ewc_finetune.curvature.fisher import compute_fisher
-from ewc_finetune.likelihood import get_likelihood
+from ewc_finetune.likelihood.registry import get_likelihood
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 Run = Callable[[Batches], object]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import resnet18
 
-from ewc_finetune.models import MLP
+from ewc_finetune.checkpoint.builtin_models import MLP
 
 EXACT, LOOP_EXACT = "ewc-finetune, exact", "loop over samples and classes"
 

@@ -25,11 +25,11 @@ from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
 from ewc_finetune.checkpoint.architecture import build
-from ewc_finetune.checksums import KEY as CHECKSUMS
 from ewc_finetune.cli.layer_table import layer_table
 from ewc_finetune.cli.printer import Printer
+from ewc_finetune.commands.inspect import inspect
 from ewc_finetune.errors import EwcError
-from ewc_finetune.verbs.inspect import inspect
+from ewc_finetune.storage.checksums import KEY as CHECKSUMS
 
 ARCHITECTURE = "mlp?in_features=4&hidden=3&num_classes=3&batch_norm=true"
 

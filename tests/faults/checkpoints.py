@@ -113,8 +113,8 @@ def changed_document(document: Any, draw: random.Random) -> Any:
 
 def open_and_run(path: Path) -> None:
     """Do what every command does with a checkpoint, as far as it goes."""
-    from ewc_finetune.checkpoint.opening import open_model
-    from ewc_finetune.verbs.inspect_checkpoint import inspect_checkpoint
+    from ewc_finetune.checkpoint.open import open_model
+    from ewc_finetune.checkpoint.summary import inspect_checkpoint
 
     inspect_checkpoint(path)
     open_model(path)

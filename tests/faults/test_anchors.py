@@ -7,7 +7,7 @@ from sizes import times
 from torch import nn
 
 import ewc_finetune as ewc
-from ewc_finetune.anchor import Anchor
+from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.errors import AnchorError, EwcError
 
 COUNT = len(times(80, 20_000))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ewc_finetune.checkpoint.checkpoint import Record
-from ewc_finetune.checkpoint.opening import load_checkpoint, open_model
+from ewc_finetune.checkpoint.open import load_checkpoint, open_model
 from ewc_finetune.errors import CheckpointError
 
 

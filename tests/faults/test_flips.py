@@ -10,10 +10,10 @@ from sizes import times
 from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
-from ewc_finetune.checkpoint.opening import load_checkpoint
+from ewc_finetune.checkpoint.open import load_checkpoint
 from ewc_finetune.errors import EwcError
-from ewc_finetune.shards import cut
-from ewc_finetune.tensor_source import FileSource
+from ewc_finetune.storage.safetensors_source import FileSource
+from ewc_finetune.storage.shards import cut
 
 FLIPS = times(100, 4000)
 

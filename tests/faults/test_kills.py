@@ -14,10 +14,10 @@ from killing import files_in, runs_through
 from sizes import SHARE, times
 
 from ewc_finetune.errors import StorageError
-from ewc_finetune.files import atomic_folder, atomic_write, atomic_writes, check_output
-from ewc_finetune.run_folder import RunFolder, check_run_folder
-from ewc_finetune.runs import read_run
-from ewc_finetune.workspace import Workspace, recover
+from ewc_finetune.runs.folder import RunFolder, check_run_folder
+from ewc_finetune.runs.record import read_run
+from ewc_finetune.storage.atomic import atomic_folder, atomic_write, atomic_writes, check_output
+from ewc_finetune.storage.workspace import Workspace, recover
 
 # Each of them takes a process.
 STEPS = range(1, 1000, 3 if SHARE is None else 1)
@@ -179,7 +179,7 @@ def test_where_nobody_can_tell_nothing_is_touched(tmp_path, monkeypatch):
     runs_through(lambda: one(tmp_path, True), 8)
     left = files_in(tmp_path)
     assert left
-    monkeypatch.setattr("ewc_finetune.workspace.lock", lambda file: None)
+    monkeypatch.setattr("ewc_finetune.storage.workspace.lock", lambda file: None)
     check_output(tmp_path / "a", True)
     assert files_in(tmp_path) == left
     one(tmp_path, True)

@@ -1,0 +1,102 @@
+"""TorchScript archives, scripted or traced: the program travels with the weights, and is trained as it is."""
+
+from __future__ import annotations
+
+import pickletools
+import re
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.formats.archive import Archive
+from ewc_finetune.checkpoint.formats.program import RECORD, Program, silent
+from ewc_finetune.checkpoint.formats.torchscript_code import find_refused, is_printable
+from ewc_finetune.errors import CheckpointError
+
+# What torch.jit.save writes. Anything else may be of a format of long ago, whose code lies elsewhere.
+_MEMBERS = re.compile(
+    r"version|byteorder|\.data/.+|extra/.+|data/\d+|constants/\d+|traced_inputs/\d+|(data|constants|traced_inputs)\.pkl|"
+    r"code/.+\.py(\.debug_pkl)?"
+)
+
+_CLASSES = b"torch.classes"
+
+
+class TorchScript(Program):
+    """An archive that `torch.jit.save` wrote.
+
+    Args:
+        path: The file.
+        trust_code: Whether its code may do more than compute.
+
+    Raises:
+        CheckpointError: if it is damaged, or its code does more than it may.
+    """
+
+    format = "torchscript"
+    ending = ".pt"
+
+    what = "a TorchScript archive"
+    untrainable = (
+        ": torch.jit.freeze made its weights constants, which nothing can train. Use the archive from before it was "
+        "frozen"
+    )
+
+    def __init__(self, path: Path, trust_code: bool = False) -> None:
+        if not trust_code:
+            _check_code(path)
+        extra, module = _load(path)
+        super().__init__(path, module, Record.read_text(extra.get(RECORD), str(path)))
+
+    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
+        """See `Checkpoint`."""
+        extra, module = _load(self.path)  # the program as it was, its mode included
+        module.load_state_dict(state)
+        extra[RECORD] = record.to_text()
+        with silent():
+            # Into memory: given a path, torch would write the temporary name into the archive.
+            temporary.write_bytes(module.save_to_buffer(_extra_files=extra))
+
+
+def _check_code(path: Path) -> None:
+    with Archive(path) as archive:
+        found = (reason for name in archive.members if (reason := _strange(name, archive)) is not None)
+        reason = next(found, None) or find_refused(
+            archive.read(name) for name in archive.members if name.endswith(".py")
+        )
+    if reason is not None:
+        raise CheckpointError(
+            f"{path} is TorchScript that may do more than compute, so it was not loaded: {reason}. If you know who "
+            "made the file, and trust them: --trust-code"
+        )
+
+
+def _strange(name: str, archive: Archive) -> str | None:
+    """Say what is strange about a member that is no code."""
+    if not _MEMBERS.fullmatch(name):
+        return f"its archive has {name!r:.100}"
+    if name not in ("data.pkl", "constants.pkl"):  # torch reads no other, and these were found to be whole
+        return None
+    content = archive.read(name)
+    if _CLASSES in content:  # which have setters of their own, in C++
+        return "it has an object of a class of torch's own"
+    texts = (value for _, value, _ in pickletools.genops(content) if isinstance(value, str))
+    return next((f"it has the text {text!r:.40}" for text in texts if not is_printable(text)), None)
+
+
+def _load(path: Path) -> tuple[dict[str, Any], torch.jit.ScriptModule]:
+    with Archive(path) as archive:
+        names = [name.partition("/")[2] for name in archive.members if name.startswith("extra/")]
+    extra = dict.fromkeys(names, "")
+    try:
+        with silent():
+            module: torch.jit.ScriptModule = torch.jit.load(  # type: ignore[no-untyped-call]
+                str(path), map_location="cpu", _extra_files=extra
+            )
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+        raise CheckpointError(f"{path} is not a whole TorchScript archive ({reason})") from error
+    return extra, module

@@ -1,0 +1,486 @@
+"""Model folders of Hugging Face's transformers: `config.json` with weights, and what travels along with them.
+
+transformers loads the model, whose modules may have other names than the file; the weights are written back into the
+file that they came from (safetensors, shards, a state dict), so that names, dtypes and everything else in it stay as
+they were. Nothing in a folder is run: models that bring code of their own are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import fnmatch
+import functools
+import json
+import re
+import shutil
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ewc_finetune.checkpoint.architecture import TRANSFORMERS
+from ewc_finetune.checkpoint.checkpoint import Checkpoint, Record, cpu_state
+from ewc_finetune.checkpoint.formats.weights import Weights
+from ewc_finetune.choices import LikelihoodName
+from ewc_finetune.errors import (
+    ArchitectureError,
+    CheckpointError,
+    HubError,
+    StorageError,
+    UsageError,
+    few,
+    redacted,
+)
+from ewc_finetune.hub.address import HubAddress, checked
+from ewc_finetune.hub.anchor_files import ANCHOR_FILES, has_anchor
+from ewc_finetune.hub.client import UnreachableError, hub_errors
+from ewc_finetune.hub.repository import look_up, remember
+from ewc_finetune.modules.devices import random_state_kept
+from ewc_finetune.modules.finite import check_model
+from ewc_finetune.modules.task import Purpose, Task
+from ewc_finetune.storage.atomic import atomic_folder, storage_errors
+
+HUB = "hf:"
+# Under what names a folder may have its weights, in the order of preference.
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+# What else may be weights, or what a trainer keeps: it is of the model before, and does not travel along.
+_STALE = re.compile(
+    r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|onnx|onnx_data|gguf|ot|tflite)|.*\.index\.json|trainer_state\.json"
+)
+_EIGHT_BITS = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+# Folders within a folder that are no part of the model.
+_APART = re.compile(r"checkpoint-\d+|runs|onnx|\..*|__pycache__")
+_TASKS: tuple[tuple[Task, str], ...] = (
+    ("text classification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"),
+    ("image classification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
+    ("masked language model", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
+    ("causal language model", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+)
+
+
+class HuggingFace(Checkpoint):
+    """A model folder, read and written as a whole.
+
+    Args:
+        folder: Where it lies.
+        weights: What its weights' own file holds.
+        file: That file.
+        label: What to call it: the folder, or `hf:org/name`.
+    """
+
+    format = "hugging face"
+    ending = ""
+
+    def __init__(self, folder: Path, weights: Weights, file: Path, label: str) -> None:
+        super().__init__(label, weights.sha256, weights.record)
+        self.folder = folder
+        self.weights = weights
+        self.file = file
+        self.state = weights.state
+
+    @cached_property
+    def _config(self) -> Any:
+        """The config, as transformers reads it.
+
+        Raises:
+            ArchitectureError: if it has no such model, or only by running code from the folder.
+            CheckpointError: if the config is damaged.
+        """
+        transformers = require_transformers()
+        try:
+            return transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0][:200]
+            if "trust_remote_code" in str(error) or "auto_map" in _read_json(self.folder / "config.json"):
+                raise ArchitectureError(
+                    f"{self.label} brings a model class of its own as code, which is not run. Build the model yourself "
+                    "and pass it to ewc_finetune.consolidate and finetune as a module"
+                ) from error
+            raise CheckpointError(f"{self.label}: its config.json cannot be read ({reason})") from error
+
+    def build(self, architecture: str | None) -> tuple[nn.Module, str | None]:
+        """See `Checkpoint`.
+
+        Raises:
+            ArchitectureError: if the config names no class of transformers, or not the one of its weights: the first
+                that differ are named.
+            CheckpointError: if weights are quantized, or tied ones contradict each other.
+            NonFiniteError: if a weight is NaN or infinite.
+        """
+        kind = self._kind(architecture)
+        if getattr(self._config, "quantization_config", None) is not None:
+            raise CheckpointError(
+                f"{self.label} is quantized ({self._quantization()}); quantized weights cannot be trained. Use the "
+                "model from before quantization"
+            )
+        text = TRANSFORMERS + kind.__name__
+        model = self._load(kind)
+        self._check_names(model, text)
+        check_model(model, f"{self.label}: ")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in self.record.frozen)
+        model.config.use_cache = False  # what it would keep for generation is of no use here
+        self.purpose = _purpose(kind.__name__, self._config, self.folder)
+        self.versions = {"transformers": require_transformers().__version__}
+        self.record = replace(self.record, classes=self.record.classes or _listed(self.purpose.classes))
+        return model.eval(), text
+
+    def _load(self, kind: Any) -> Any:
+        """Have transformers load the weights, in the widest dtype that they have."""
+        floating = [tensor.dtype for tensor in self.state.values() if tensor.is_floating_point()]
+        narrow = next((name for name, tensor in self.state.items() if tensor.dtype in _EIGHT_BITS), None)
+        if narrow is not None:
+            raise CheckpointError(
+                f"{self.label}: {narrow} is {self.state[narrow].dtype}; quantized weights cannot be trained. Use the "
+                "model from before quantization"
+            )
+        widest = functools.reduce(torch.promote_types, floating, floating[0]) if floating else torch.float32
+        try:
+            with random_state_kept(torch.device("cpu")), _quiet():
+                model, found = kind.from_pretrained(
+                    self.folder,
+                    dtype=widest,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    use_safetensors=".safetensors" in self.file.name,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                )
+        except Exception as error:
+            self._refuse(kind, self._differences(kind))
+            reason = str(error).strip().partition("\n")[0][:200]
+            raise ArchitectureError(
+                f"{self.label}: transformers cannot load it as {kind.__name__} ({reason})"
+            ) from error
+        problems = [
+            f"{name} has shape {tuple(own)} in the weights and {tuple(wanted)} in the config's model"
+            for name, own, wanted in sorted(found["mismatched_keys"])
+        ] + [f"{name} is in the config's model but not in the weights" for name in sorted(found["missing_keys"])]
+        self._refuse(kind, problems)
+        return model
+
+    def _differences(self, kind: Any) -> list[str]:
+        """List in what the weights differ from those of the config's model, by the names that files have."""
+        try:
+            with _quiet(), torch.device("meta"):
+                blank = kind(copy.deepcopy(self._config))
+                wanted = _names_of_file(blank, blank.state_dict())
+        except Exception:  # noqa: BLE001 - then it is not this that can be told
+            return []
+        differing = [
+            f"{name} has shape {tuple(self.state[name].shape)} in the weights and {tuple(tensor.shape)} in the "
+            "config's model"
+            for name, tensor in wanted.items()
+            if name in self.state and self.state[name].shape != tensor.shape
+        ]
+        missing = [name for name in wanted if name not in self.state and name not in (blank._tied_weights_keys or ())]
+        return differing + [f"{name} is in the config's model but not in the weights" for name in missing]
+
+    def _refuse(self, kind: Any, problems: Sequence[str]) -> None:
+        if problems:
+            raise ArchitectureError(
+                f"{self.label}: its weights are not those of {kind.__name__} as config.json describes it: "
+                f"{few(problems, '; ')}. Copy both from where the model came"
+            )
+
+    def _check_names(self, model: nn.Module, text: str) -> None:
+        """See that every weight has its place in the file, and say what else is there."""
+        state = _names_of_file(model, cpu_state(model))
+        placed = {tensor.data_ptr() for name, tensor in state.items() if name in self.state}
+        lost = [name for name, t in state.items() if name not in self.state and t.data_ptr() not in placed]
+        if lost:
+            raise ArchitectureError(
+                f"{self.label}: {lost[0]} has another name in the file than transformers writes it under. Load it with "
+                f"{text.removeprefix(TRANSFORMERS)}.from_pretrained, write it anew with save_pretrained, and start "
+                "from that"
+            )
+        for name, tensor in state.items():
+            if name in self.state and tensor.is_floating_point() and not self.state[name].is_floating_point():
+                raise CheckpointError(
+                    f"{self.label}: {name} is {self.state[name].dtype}; quantized and integer weights cannot be "
+                    "trained. Use the model from before quantization"
+                )
+        others = [name for name in self.state if name not in state]
+        if others:
+            self.remarks += (f"{self.label}: {few(others)}: none of the model's, kept as it is",)
+
+    def save(
+        self,
+        path: Path,
+        model: nn.Module,
+        record: Record,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+        *,
+        overwrite: bool = True,
+    ) -> None:
+        """See `Checkpoint`; tokenizer, processor and configs are copied as they are."""
+        with atomic_folder(path, overwrite=overwrite) as temporary, storage_errors(path):
+            for name in self._travelling():
+                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self.folder / name, temporary / name)
+            state = _names_of_file(model, cpu_state(model, dtypes))
+            own = {name: tensor.to(self.state[name].dtype) for name, tensor in state.items() if name in self.state}
+            self._say_classes(temporary / "config.json", own, record)
+            found = OrderedDict(own)
+            found._metadata = OrderedDict()  # type: ignore[attr-defined]
+            self.weights.save_state(temporary / self.file.name, found, record)
+
+    def check_folder(self, path: Path) -> None:
+        """Refuse to replace a folder that has anything in it but such a model, as it would be lost.
+
+        Raises:
+            StorageError: naming it.
+        """
+        mine = {*self._travelling(), *(file.relative_to(path) for file in self._weights_files(path))}
+        for found in sorted(path.rglob("*")) if path.is_dir() else ():
+            if not found.is_dir() and found.relative_to(path) not in mine:
+                raise StorageError(
+                    f"cannot replace {path}: {found.relative_to(path)} in it is no part of this model, and would be "
+                    "lost. Choose another path"
+                )
+
+    def _weights_files(self, path: Path) -> list[Path]:
+        return self.weights.outputs(path / self.file.name)
+
+    def _travelling(self) -> list[Path]:
+        """List what goes along: all but weights, and what a trainer or git keeps."""
+        return [
+            found.relative_to(self.folder)
+            for found in sorted(self.folder.rglob("*"))
+            if found.is_file()
+            and not _STALE.fullmatch(found.name)
+            and not any(_APART.fullmatch(part) for part in found.relative_to(self.folder).parts[:-1])
+        ]
+
+    def _say_classes(self, file: Path, own: Mapping[str, Tensor], record: Record) -> None:
+        """Let the config of a classifier that was given another head say how many outputs it has, and what they are."""
+        known = dict(self._config.id2label or {})
+        changed = {len(tensor) for name, tensor in own.items() if tensor.shape != self.state[name].shape}
+        outputs = max(changed, default=len(known))
+        renewed = record.head is not None and record.head != self.record.head
+        if not changed and not renewed:
+            return
+        names = record.classes or [f"LABEL_{n}" if renewed else known.get(n, f"LABEL_{n}") for n in range(outputs)]
+        labels = {"id2label": dict(enumerate(names)), "label2id": {name: n for n, name in enumerate(names)}}
+        file.write_text(json.dumps(_read_json(file) | labels, indent=2) + "\n", encoding="utf-8")
+
+    def _kind(self, architecture: str | None) -> Any:
+        """Return the class of the model: the one that the user names, or the config."""
+        transformers = require_transformers()
+        named = _read_json(self.folder / "config.json").get("architectures") or []
+        asked = architecture not in (None, TRANSFORMERS + "auto")
+        if asked and not str(architecture).startswith(TRANSFORMERS):
+            raise ArchitectureError(
+                f"{self.label} is a model of transformers, and --arch {architecture} is none. Leave --arch away, or "
+                f"name a class: {TRANSFORMERS}BertForSequenceClassification"
+            )
+        name = str(architecture).removeprefix(TRANSFORMERS) if asked else next(iter(named), None)
+        if name is None:
+            raise ArchitectureError(
+                f"{self.label}: its config.json does not say what class the model is of (architectures). Name it: "
+                f"--arch {TRANSFORMERS}BertForSequenceClassification, say"
+            )
+        found = getattr(transformers, str(name), None) if str(name).isidentifier() else None
+        if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+            raise ArchitectureError(
+                f"{self.label} is a {name}, which transformers {transformers.__version__} does not have; code that "
+                "comes with a model is not run. Try another version of transformers, or pass the model as a module"
+            )
+        return found
+
+    def _quantization(self) -> str:
+        found = self._config.quantization_config
+        found = found if isinstance(found, dict) else found.to_dict()
+        return str(found.get("quant_method", "unknown method"))
+
+
+def weights_file(folder: Path, label: str) -> Path:
+    """Return the file of a model folder that has the weights, or the index of several.
+
+    Raises:
+        CheckpointError: if there is none, saying what there is.
+    """
+    for name in _WEIGHTS:
+        if (folder / name).is_file():
+            return folder / name
+    if (folder / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{label} is an adapter, not a model. Merge it first: model.merge_and_unload().save_pretrained(FOLDER)"
+        )
+    if (folder / "pytorch_model.bin.index.json").is_file():
+        raise CheckpointError(
+            f"{label} has its weights in several pickles (pytorch_model.bin.index.json). Save it as safetensors: load "
+            "it with transformers' from_pretrained, and save_pretrained(FOLDER)"
+        )
+    raise CheckpointError(f"{label} has no weights: expected one of {', '.join(_WEIGHTS)} beside config.json")
+
+
+def address_of(name: str) -> HubAddress:
+    """Return the repository that a model's name, `hf:org/name@revision`, means.
+
+    Raises:
+        UsageError: if it names none.
+    """
+    repository, _, revision = name.removeprefix(HUB).partition("@")
+    try:
+        return checked(HubAddress(repository, revision or None), name)
+    except UsageError:
+        form = "expected hf:ORG/NAME, with @REVISION behind it where that matters"
+        raise UsageError(f"{redacted(name)!r} names no model on the Hub; {form}") from None
+
+
+def download(name: str) -> tuple[Path, str, tuple[str, ...]]:
+    """Return the folder of a model on the Hub, `hf:org/name@revision`, downloaded unless it lies in the cache.
+
+    Also return its name with the commit that the revision is, and remarks.
+
+    Raises:
+        HubError: if there is no such model, or it can't be had.
+    """
+    from huggingface_hub import snapshot_download
+
+    address = address_of(name)
+    found = look_up(address)
+    pinned = f"{HUB}{address.repository}@{found.commit}"
+    if "config.json" not in found.files and found.cached is not None:
+        raise UnreachableError(f"{name} is not in the cache, and the Hub could not be asked")
+    if "config.json" not in found.files and has_anchor(found):
+        raise HubError(f"{name} has an anchor and no model. An anchor is named hf://{address.repository}")
+    # What `save` would leave behind anyway; other folders travel along.
+    stale = [
+        "*.h5",
+        "*.msgpack",
+        "*.onnx*",
+        "*.gguf",
+        "*.ot",
+        "*.tflite",
+        "*.pt",
+        "*.pth",
+        "*/*.safetensors",
+        "*/*.bin",
+        *ANCHOR_FILES,
+    ]
+    if any(file.endswith(".safetensors") for file in found.files):
+        stale.append("*.bin")
+    folder = found.cached
+    if folder is None:
+        with hub_errors(found.address):
+            folder = Path(snapshot_download(address.repository, revision=found.commit, ignore_patterns=stale))
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        file = path.relative_to(folder).as_posix()
+        if not any(fnmatch.fnmatch(file, pattern) for pattern in stale):
+            found.check(file, path)
+    remember(found)
+    return folder, pinned, found.remarks
+
+
+def require_transformers() -> Any:
+    """Import transformers, of which most people need nothing.
+
+    Raises:
+        CheckpointError: if it isn't installed, saying how it is.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise CheckpointError(
+            "models of Hugging Face need transformers; install it: pip install 'ewc-finetune[transformers]'"
+        ) from error
+    return transformers
+
+
+def purpose_of(model: nn.Module) -> Purpose | None:
+    """Return what a module is for that somebody loaded with transformers, from a folder or the cache of the Hub."""
+    config: Any = getattr(model, "config", None)
+    name = getattr(config, "name_or_path", None)
+    if not isinstance(name, str) or not name or not hasattr(config, "model_type"):
+        return None
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            found = try_to_load_from_cache(name, "config.json")
+        except HFValidationError:  # a path that is there no more
+            return None
+        if not isinstance(found, str):
+            return None
+        folder = Path(found).parent
+    return _purpose(type(model).__name__, config, folder)
+
+
+def _purpose(name: str, config: Any, folder: Path) -> Purpose:
+    task = _task(name)
+    labels = dict(getattr(config, "id2label", None) or {})
+    names = tuple(str(labels[key]) for key in sorted(labels, key=int))
+    told = any(label != f"LABEL_{number}" for number, label in enumerate(names))
+    likelihood: LikelihoodName = "categorical"
+    if task in ("causal language model", "masked language model"):
+        likelihood, told = "per-token", False
+    elif getattr(config, "problem_type", None) == "multi_label_classification":
+        likelihood = "bernoulli"
+    elif getattr(config, "problem_type", None) == "regression" or len(names) == 1:
+        likelihood, told = "gaussian", False
+    length = getattr(config, "max_position_embeddings", None)
+    # Models of this family count positions from behind the padding index.
+    kept = 2 if getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert") else 0
+    return Purpose(
+        folder, task, likelihood, names if told else None, length - kept if isinstance(length, int) else None
+    )
+
+
+def _task(name: str) -> Task | None:
+    from transformers.models.auto import modeling_auto
+
+    for task, table in _TASKS:
+        known: set[str] = set()
+        for value in getattr(modeling_auto, table).values():
+            known.update([value] if isinstance(value, str) else value)
+        if name in known:
+            return task
+    return None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}; expected the config of a model")
+    return found
+
+
+def _names_of_file(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state by the names, and in the parts, that files of the model have: not always those of its modules."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, Tensor] = revert_weight_conversion(model, dict(state))
+    return found
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the bars and reports of transformers back: what is wrong is said here."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _listed(names: tuple[str, ...] | None) -> list[str] | None:
+    return None if names is None else list(names)

@@ -1,0 +1,403 @@
+"""From what a caller has (a path, an architecture, a module) to a model and what is known of it."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ewc_finetune.anchor.anchor import FORMAT, Anchor
+from ewc_finetune.checkpoint.architecture import build, complete
+from ewc_finetune.checkpoint.checkpoint import Checkpoint, Record
+from ewc_finetune.checkpoint.file_format import detect
+from ewc_finetune.checkpoint.formats.archive import is_archive
+from ewc_finetune.checkpoint.formats.exported import Exported, open_exported
+from ewc_finetune.checkpoint.formats.from_anchor import FromAnchor
+from ewc_finetune.checkpoint.formats.onnx.file import Onnx
+from ewc_finetune.checkpoint.formats.pickled import Pickled
+from ewc_finetune.checkpoint.formats.safetensors_file import SafetensorsFile
+from ewc_finetune.checkpoint.formats.sharded import Sharded
+from ewc_finetune.checkpoint.formats.state_dict import StateDict, find_state
+from ewc_finetune.checkpoint.formats.stored_tensors import check_archive
+from ewc_finetune.checkpoint.formats.torchscript import TorchScript
+from ewc_finetune.checkpoint.formats.transformers_folder import (
+    HUB,
+    HuggingFace,
+    address_of,
+    download,
+    purpose_of,
+    weights_file,
+)
+from ewc_finetune.checkpoint.formats.unpickling import NoPickleError, check_pickle
+from ewc_finetune.checkpoint.formats.weights import Weights
+from ewc_finetune.checkpoint.location import is_on_hub
+from ewc_finetune.checkpoint.torchvision_weights import transform_of_weights
+from ewc_finetune.data.transform import Assumption, Transform
+from ewc_finetune.errors import CheckpointError, StorageError
+from ewc_finetune.hub.address import is_address, is_commit, parse_address
+from ewc_finetune.hub.anchor_files import anchor_in, fetch_with_parts, has_anchor, peek
+from ewc_finetune.hub.repository import Repository, look_up, remember
+from ewc_finetune.modules.devices import random_state_kept
+from ewc_finetune.modules.finite import check_model
+from ewc_finetune.modules.task import Purpose
+from ewc_finetune.modules.wrappers import unwrapped
+from ewc_finetune.runs.record import read_document
+from ewc_finetune.storage.atomic import beside, sha256
+from ewc_finetune.storage.shards import PART
+
+_TEXT = re.compile(rb"[\t\n\r\x20-\x7e\x80-\xff]+")
+# The formats that a file alone tells.
+_KINDS = (SafetensorsFile, Sharded, TorchScript, Exported, Onnx)
+# How they are read, by whether code in the file may run.
+_OPENERS: Mapping[str, Callable[[Path, bool], Checkpoint]] = {
+    SafetensorsFile.format: lambda path, trusted: SafetensorsFile(path),
+    Sharded.format: lambda path, trusted: Sharded(path),
+    TorchScript.format: TorchScript,
+    Exported.format: open_exported,
+    Onnx.format: lambda path, trusted: Onnx(path),
+}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model ready for work.
+
+    Attributes:
+        model: The module; the caller's own where a module was passed.
+        label: What to call it in messages.
+        record: What is known of it, its architecture included where that is known.
+        checkpoint: Where it comes from, and the way back; None for a module, and for fresh weights.
+        fresh: Whether its weights are, so that it was trained on nothing yet.
+    """
+
+    model: nn.Module
+    label: str
+    record: Record
+    checkpoint: Checkpoint | None = None
+    fresh: bool = False
+
+    @property
+    def sha256(self) -> str | None:
+        """Digest of the checkpoint file."""
+        return None if self.checkpoint is None else self.checkpoint.sha256
+
+    @property
+    def file(self) -> str | None:
+        """Name of the checkpoint file or folder, without what it lies in."""
+        if self.checkpoint is None:
+            return None
+        return self.checkpoint.label if is_on_hub(self.checkpoint.label) else Path(self.checkpoint.label).name
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a reader should know of the checkpoint."""
+        return () if self.checkpoint is None else self.checkpoint.remarks
+
+    @property
+    def purpose(self) -> Purpose | None:
+        """What the model is for, where its checkpoint says, or transformers, for a module of its own."""
+        return purpose_of(self.model) if self.checkpoint is None else self.checkpoint.purpose
+
+    @property
+    def assumption(self) -> Assumption | None:
+        """What is done to images unless their data says otherwise; None for fresh weights, which take what comes."""
+        known = self.record.input
+        if known:
+            shape = tuple(known.get("shape", ()))[1:]
+            return Assumption(Transform.read(known), "record", shape if len(shape) == 2 else None)
+        if self.fresh:
+            return None
+        if self.checkpoint is not None and self.record.architecture and not isinstance(self.checkpoint, FromAnchor):
+            name, found = transform_of_weights(self.record.architecture)
+            if found is not None:
+                return Assumption(found, "weights", whose=name)
+        return Assumption(Transform(), "nobody")
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """Of the packages that give its tensors their names, beside torch."""
+        return {} if self.checkpoint is None else self.checkpoint.versions
+
+    @property
+    def likelihood(self) -> str:
+        """How its outputs are meant, unless somebody says otherwise: as it was trained, else what its task takes."""
+        if self.record.likelihood is not None:
+            return self.record.likelihood
+        return "categorical" if self.purpose is None else self.purpose.likelihood
+
+    @property
+    def format(self) -> str:
+        """The format that it is to be written back in."""
+        return StateDict.format if self.checkpoint is None else self.checkpoint.format
+
+
+def open_model(model: str | Path | nn.Module, architecture: str | None = None, *, trust_code: bool = False) -> Opened:
+    """Open a checkpoint (or the one within an anchor), or take a module as it is.
+
+    Args:
+        model: Where the weights are; of a module that is wrapped, the one within.
+        architecture: What to build for them; what the file carries, or the weights show, unless given. For a module it
+            is only recorded.
+        trust_code: Whether code in the file may run.
+
+    Raises:
+        CheckpointError, ArchitectureError, AnchorError, NonFiniteError: see `load_checkpoint` and `Checkpoint.build`.
+    """
+    if isinstance(model, nn.Module):
+        model = unwrapped(model)
+        check_model(model, "the model's ")
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        return Opened(model, type(model).__name__, Record(architecture=architecture, frozen=frozen))
+    return open_checkpoint(load_checkpoint(model, trust_code=trust_code), architecture)
+
+
+def open_checkpoint(checkpoint: Checkpoint, architecture: str | None = None) -> Opened:
+    """Build the model of a checkpoint that is already read."""
+    module, found = checkpoint.build(architecture)
+    return Opened(module, checkpoint.label, replace(checkpoint.record, architecture=found), checkpoint)
+
+
+def open_fresh(architecture: str, sample_shape: tuple[int, ...], num_classes: int, seed: int) -> Opened:
+    """Build an architecture with fresh weights for data of this shape and so many classes.
+
+    Raises:
+        ArchitectureError: see `build`.
+    """
+    text = complete(architecture, sample_shape, num_classes)
+    with random_state_kept(torch.device("cpu"), seed):
+        return Opened(build(text, trusted=True), text, Record(architecture=text), fresh=True)
+
+
+def load_checkpoint(path: str | Path, *, trust_code: bool = False) -> Checkpoint:
+    """Read a checkpoint, or the checkpoint within an anchor, in whatever format it is.
+
+    Args:
+        path: The file, the index of a sharded one, a model folder of transformers, `hf:org/name` for such a folder on
+            the Hub, or `hf://org/name[@revision][/file]` for a file there or the repository's anchor.
+        trust_code: Whether code in the file may run: a pickled module's, or that of a program which may do more than
+            compute. None runs otherwise.
+
+    Raises:
+        CheckpointError: if the file is missing, empty or damaged, holds no model, or asks for code to be run.
+        AnchorError: if it is an anchor that is damaged, or has weights without their program.
+        HubError: if it cannot be had from the Hub.
+    """
+    if is_address(path):
+        return _load_from_hub(path, trust_code)
+    if is_on_hub(path):
+        return _load_named(str(path))
+    found = _load_path(Path(path), trust_code)
+    found.remarks += _changed_since(Path(path), found.sha256)
+    return found
+
+
+def _changed_since(path: Path, digest: str | None) -> tuple[str, ...]:
+    """Say so where the run that wrote a checkpoint recorded another digest."""
+    try:
+        written = read_document(beside(path, ".run")).get("written") or {}
+    except StorageError:
+        return ()
+    if written.get("file") != path.name or written.get("sha256") in (None, digest) or digest is None:
+        return ()
+    return (f"{path} is not what the run {beside(path, '.run')} wrote: it was changed, replaced or damaged since",)
+
+
+def _load_path(path: Path, trust_code: bool) -> Checkpoint:
+    """Read what lies on this machine; see `load_checkpoint`."""
+    found = detect(path)
+    if found == "anchor":
+        return FromAnchor(Anchor.open(path))
+    if found == "hugging face":
+        return _load_folder(path, str(path))
+    if found != Exported.format and is_archive(path):  # which compares what it reads itself
+        check_archive(path, trust_code)
+    if found in _OPENERS:
+        return _OPENERS[found](path, trust_code)
+    document = _load_pickle(path, trust_code)
+    if isinstance(document, nn.Module):
+        return Pickled(path, document)
+    keys = find_state(document, str(path))
+    remarks = (f"{path}: its weights are under {keys[0]!r}; the rest of the file is kept as it is",) if keys else ()
+    return StateDict(str(path), sha256(path), _mapping(document), keys, remarks)
+
+
+def _load_from_hub(text: str, trust_code: bool) -> Checkpoint:
+    """Load the file at an address; unless it names one, the repository's anchor, or the model that it is."""
+    repository = look_up(parse_address(text))
+    address = repository.address.at(repository.commit)
+    if _is_model(repository):
+        model = _load_named(f"{HUB}{address.repository}@{address.revision}")
+        remember(repository)
+        return model
+    if address.file is not None and address.file in repository.files:
+        path = fetch_with_parts(repository, address.file).path
+        remember(repository)
+        if detect(path) != "anchor":
+            found = _load_path(path, trust_code)
+            found.label = str(address)
+            return found
+    return FromAnchor(Anchor.of_hub(anchor_in(repository)))
+
+
+def is_anchor(place: str) -> bool:
+    """Whether a file, or what an address on the Hub means, is an anchor rather than a checkpoint.
+
+    Raises:
+        CheckpointError: if there is no such file.
+        HubError: if it cannot be had.
+    """
+    if not is_address(place):
+        return not is_on_hub(place) and detect(Path(place)) == "anchor"
+    repository = look_up(parse_address(place))
+    if repository.address.file is None:
+        return has_anchor(repository) or "config.json" not in repository.files
+    found = peek(place)
+    return found is not None and found.source.metadata.get("format") in (FORMAT, PART)
+
+
+def _is_model(repository: Repository) -> bool:
+    """Whether an address that names no file means a model folder."""
+    return repository.address.file is None and "config.json" in repository.files and not has_anchor(repository)
+
+
+def _load_named(name: str) -> HuggingFace:
+    """Load a model folder from the Hub."""
+    folder, pinned, remarks = download(name)
+    found = _load_folder(folder, pinned)
+    found.remarks += remarks
+    return found
+
+
+def pinned(model: str) -> tuple[str, tuple[str, ...]]:
+    """Return the name of a model on the Hub with the commit that it is now, fetched; and remarks.
+
+    Raises:
+        HubError: if it cannot be had.
+    """
+    if not is_address(model):
+        address = address_of(model)
+        return (model, ()) if is_commit(address.revision or "") else download(model)[1:]
+    address = parse_address(model)
+    if is_commit(address.revision or ""):
+        return model, ()
+    repository = look_up(address)
+    if address.file is not None and address.file in repository.files:
+        fetch_with_parts(repository, address.file)
+    elif _is_model(repository):
+        download(f"{HUB}{address.repository}@{repository.commit}")
+    else:
+        anchor_in(repository)
+    remember(repository)
+    return str(address.at(repository.commit)), repository.remarks
+
+
+def on_this_machine(model: str | Path) -> Path:
+    """Return the path of a checkpoint, or where it is once it is fetched from the Hub.
+
+    Raises:
+        HubError: if it cannot be had.
+    """
+    if not is_address(model):
+        return download(str(model))[0] if is_on_hub(model) else Path(model)
+    repository = look_up(parse_address(model))
+    address = repository.address
+    if address.file is None:
+        path = download(f"{HUB}{address.repository}@{repository.commit}")[0]
+    else:
+        path = fetch_with_parts(repository, address.file).path
+    remember(repository)
+    return path
+
+
+def _load_folder(folder: Path, label: str) -> HuggingFace:
+    file = weights_file(folder, label)
+    weights = load_checkpoint(file)
+    if not isinstance(weights, Weights):
+        raise CheckpointError(f"{file} is in the format {weights.format}; expected weights by name")
+    return HuggingFace(folder, weights, file, label)
+
+
+def ending_of(path: str | Path) -> str:
+    """Return how files end that are in the format of this one, or of what an anchor was made from."""
+    if is_address(path):
+        return _ending_on_hub(path)
+    if is_on_hub(path):
+        return HuggingFace.ending
+    path = Path(path)
+    if not path.exists():
+        return StateDict.ending
+    found: str | None = detect(path)
+    if found == "anchor":
+        found = Anchor.open(path, digest=False).provenance.checkpoint.get("format")
+        found = SafetensorsFile.format if found == Sharded.format else found  # of which an anchor makes one file
+    return next((kind.ending for kind in (*_KINDS, HuggingFace) if kind.format == found), StateDict.ending)
+
+
+def _ending_on_hub(text: str) -> str:
+    """Return the same of what an address means; of an anchor no tensor is read."""
+    repository = look_up(parse_address(text))
+    address = repository.address
+    if address.file is not None and address.file in repository.files:
+        return ending_of(fetch_with_parts(repository, address.file).path)
+    return ending_of(anchor_in(repository).path) if has_anchor(repository) else HuggingFace.ending
+
+
+def _mapping(document: Any) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = document
+    return found
+
+
+def _load_pickle(path: Path, trusted: bool) -> object:
+    if not (trusted or is_archive(path)):  # of which it was checked with the rest
+        try:
+            check_pickle(path)
+        except NoPickleError as error:
+            raise _no_checkpoint(path) from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's remarks on old formats are not for the user of this command
+            return torch.load(path, map_location="cpu", weights_only=not trusted)
+    except pickle.UnpicklingError as error:
+        asked = globals_asked_for(path)
+        if asked:
+            raise CheckpointError(
+                f"{path} is a pickle that asks for more than tensors ({', '.join(asked)}), which could run any code, "
+                "so it was not loaded. Where the model can be built, save its weights alone: "
+                "torch.save(model.state_dict(), path). If you know who made the file, and trust them: --trust-code"
+            ) from error
+        raise _no_checkpoint(path) from error
+    except (RuntimeError, OSError, EOFError) as error:
+        reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+        raise CheckpointError(
+            f"{path} is not a checkpoint that can be read ({reason}); expected a state dict as "
+            "torch.save(model.state_dict(), path) writes it, whole"
+        ) from error
+    except Exception as error:  # the unpickler stumbles over what is no pickle in any way
+        raise _no_checkpoint(path) from error
+
+
+def _no_checkpoint(path: Path) -> CheckpointError:
+    """Return the error of a file that is none."""
+    with path.open("rb") as file:
+        start = file.read(256)
+    what = "it is a text" if _TEXT.fullmatch(start) else "it is no archive that torch.save wrote"
+    return CheckpointError(
+        f"{path} is not a checkpoint: {what}; expected a state dict as torch.save(model.state_dict(), path) writes it, "
+        "whole"
+    )
+
+
+def globals_asked_for(path: Path) -> list[str]:
+    """List what a pickle would import, as far as torch can tell without running it."""
+    try:
+        check_pickle(path)
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except Exception:  # noqa: BLE001 - damaged, legacy and excessive files, and those that are no pickles, have no list
+        return []

@@ -1,0 +1,163 @@
+"""`inspect` of a checkpoint: its format, its architecture, its weights, and what is unsafe in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ewc_finetune.checkpoint import verification
+from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.formats.transformers_folder import HuggingFace
+from ewc_finetune.checkpoint.location import is_on_hub
+from ewc_finetune.checkpoint.open import (
+    globals_asked_for,
+    load_checkpoint,
+    on_this_machine,
+    open_checkpoint,
+)
+from ewc_finetune.errors import ArchitectureError, CheckpointError, few
+from ewc_finetune.modules.modes import normalisation_layers
+
+
+@dataclass(frozen=True)
+class CheckpointInspection:
+    """What `inspect` found in a checkpoint.
+
+    Attributes:
+        file: The checkpoint; of one on the Hub, what it was called.
+        bytes: Its size.
+        format: What it is in.
+        architecture: What its weights are of; None for one that brings its own program, or if it cannot be told.
+        reason: Why it cannot be told, or built.
+        weights: How many `tensors`, `numbers` and `bytes` there are, by dtype.
+        tied: Names that are one tensor.
+        normalisation: Layers with running statistics.
+        unsafe: What its pickle would import; nothing else is known of it then, unless it is trusted.
+        record: What ewc-ft knows of it.
+        remarks: What a reader should know of it.
+        verified: What came of comparing it with its checksums, if that was asked for.
+    """
+
+    file: Path | str
+    bytes: int
+    format: str
+    architecture: str | None
+    reason: str | None
+    weights: dict[str, dict[str, int]]
+    tied: list[list[str]]
+    normalisation: list[str]
+    unsafe: list[str]
+    record: Record
+    remarks: tuple[str, ...]
+    verified: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it in values that JSON has."""
+        return {**vars(self), "file": str(self.file), "record": self.record.to_json(), "remarks": list(self.remarks)}
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """What a person wants to know first, each with its name."""
+        found = [
+            ("checkpoint", str(self.file)),
+            ("format", self.format),
+            ("size", f"{self.bytes:,} bytes"),
+            ("architecture", self.architecture or self.reason or "its own program"),
+            *(
+                (dtype, f"{known['numbers']:,} numbers in {known['tensors']:,} tensors, {known['bytes']:,} bytes")
+                for dtype, known in self.weights.items()
+            ),
+            ("tied", "; ".join(" and ".join(names) for names in self.tied)),
+            ("normalisation", few(self.normalisation)),
+            ("likelihood", self.record.likelihood or ""),
+            ("classes", few(self.record.classes or [])),
+            ("trained under", "; ".join(f"{e.get('name')} (lambda {e.get('lambda')})" for e in self.record.lineage)),
+            ("verified", self.verified or ""),
+            ("unsafe", f"its pickle asks for {few(self.unsafe)}" if self.unsafe else ""),
+        ]
+        return [(name, value) for name, value in found if value] + [("note", remark) for remark in self.remarks]
+
+
+def inspect_checkpoint(
+    file: str | Path, *, architecture: str | None = None, trust_code: bool = False, verify: bool = False
+) -> CheckpointInspection:
+    """Say what a checkpoint is.
+
+    Args:
+        file: The checkpoint.
+        architecture: See `open_model`.
+        trust_code: Likewise.
+        verify: Whether to compare all of it with the checksums that it has.
+
+    Raises:
+        EwcError: naming what is wrong with the file.
+    """
+    named, file = str(file) if is_on_hub(file) else Path(file), on_this_machine(file)
+    unsafe = globals_asked_for(file) if file.is_file() else []
+    try:
+        checkpoint = load_checkpoint(named, trust_code=trust_code)
+    except CheckpointError:
+        if not unsafe:
+            raise
+        size = file.stat().st_size
+        reason = "not known, since it was not loaded"
+        return CheckpointInspection(named, size, "pickle", None, reason, {}, [], [], unsafe, Record(), ())
+    state: Mapping[str, Any] = checkpoint.state
+    failed: str | None = None
+    layers: list[str] = []
+    try:
+        opened = open_checkpoint(checkpoint, architecture)
+        state = opened.model.state_dict(keep_vars=True)
+        layers = list(normalisation_layers(opened.model))
+        architecture = opened.record.architecture
+    except ArchitectureError as error:
+        architecture, failed = None, str(error)
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return CheckpointInspection(
+        file=named,
+        bytes=_size(checkpoint.folder if isinstance(checkpoint, HuggingFace) else file),
+        format=checkpoint.format,
+        architecture=architecture,
+        reason=failed,
+        weights=_by_dtype(tensors),
+        tied=_tied(tensors),
+        normalisation=layers,
+        unsafe=unsafe,
+        record=checkpoint.record,
+        remarks=checkpoint.remarks,
+        verified=verification.verify(file) if verify else None,
+    )
+
+
+def _size(path: Path) -> int:
+    return (
+        sum(part.stat().st_size for part in path.iterdir() if part.is_file()) if path.is_dir() else path.stat().st_size
+    )
+
+
+def _by_dtype(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, int]]:
+    """Count each tensor once, however many names it has."""
+    found: dict[str, dict[str, int]] = {}
+    for tensor in {_key(tensor): tensor for tensor in tensors.values()}.values():
+        known = found.setdefault(
+            str(tensor.dtype).removeprefix("torch."), dict.fromkeys(("tensors", "numbers", "bytes"), 0)
+        )
+        known["tensors"] += 1
+        known["numbers"] += tensor.numel()
+        known["bytes"] += tensor.numel() * tensor.element_size()
+    return found
+
+
+def _tied(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    names: dict[object, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(_key(tensor), []).append(name)
+    return [known for known in names.values() if len(known) > 1]
+
+
+def _key(tensor: Tensor) -> object:
+    return (tensor.data_ptr(), tensor.shape) if tensor.numel() else id(tensor)

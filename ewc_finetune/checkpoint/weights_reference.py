@@ -1,0 +1,53 @@
+"""A checkpoint's weights as the Hub has them, so that an anchor may refer to them instead of holding them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ewc_finetune.anchor.hub_weights import refer
+from ewc_finetune.checkpoint.formats.transformers_folder import HUB, HuggingFace, address_of
+from ewc_finetune.checkpoint.open import Opened
+from ewc_finetune.errors import UsageError
+from ewc_finetune.hub.address import HubAddress, is_address, parse_address
+from ewc_finetune.hub.anchor_files import fetch_with_parts
+from ewc_finetune.hub.repository import look_up
+from ewc_finetune.modules.finite import cpu_copy
+
+_ENDINGS = (".safetensors", ".safetensors.index.json")
+
+
+def refer_to_hub(opened: Opened) -> dict[str, Any]:
+    """Find the weights of a model in the files on the Hub that it came from; see `reference.refer`.
+
+    Raises:
+        UsageError: if it does not come from there, or in another format.
+    """
+    place = _place_of(opened)
+    if place is None or place.file is None:
+        raise UsageError(
+            f"{opened.label} does not come from the Hub, so that an anchor cannot refer to its weights; name the model "
+            "as hf:org/name or hf://org/name/FILE, or leave --anchor-weights reference out"
+        )
+    if not place.file.endswith(_ENDINGS):
+        raise UsageError(
+            f"{opened.label} has its weights in {place.file}; an anchor can refer to safetensors files alone. Leave "
+            "--anchor-weights reference out"
+        )
+    found = fetch_with_parts(look_up(place), place.file)
+    folder = place.file.rpartition("/")[0]
+    files = [f"{folder}/{name}" if folder else name for name in found.parts] or [place.file]
+    weights = cpu_copy(dict(opened.model.named_parameters()))
+    return refer(weights, place, files)
+
+
+def _place_of(opened: Opened) -> HubAddress | None:
+    """Return the file on the Hub that the weights came from, at its commit."""
+    checkpoint = opened.checkpoint
+    if checkpoint is None:
+        return None
+    if is_address(checkpoint.label):
+        return parse_address(checkpoint.label)
+    if isinstance(checkpoint, HuggingFace) and checkpoint.label.startswith(HUB):
+        return replace(address_of(checkpoint.label), file=checkpoint.file.name)
+    return None

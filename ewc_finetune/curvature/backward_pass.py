@@ -1,0 +1,270 @@
+"""The fast pass: one forward, one backward for each vector, and no weight's gradient in either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from ewc_finetune.curvature.batch_dims import CourseChangedError, Stack, Stacking
+from ewc_finetune.curvature.call_recorder import Call, Capture
+from ewc_finetune.curvature.kfac_factors import BlockSums
+from ewc_finetune.curvature.per_sample_gradients import (
+    Elementwise,
+    Factored,
+    Shared,
+    Use,
+    Workspace,
+    sum_by_sample,
+)
+from ewc_finetune.likelihood.output_fisher import Factors
+from ewc_finetune.modules.batch import Inputs, call, count
+from ewc_finetune.modules.precision import wide
+
+# (sum over samples and vectors of squared gradients, its sum over the parameter for each sample), by parameter
+Squares = dict[str, tuple[Tensor, Tensor]]
+# The signature and stacking of each call with a rule, in the order in which the model makes them
+Course = tuple[tuple[tuple[str, tuple[str, ...]], Stacking], ...]
+
+
+@contextmanager
+def differentiable(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """Have exactly these parameters require a gradient, and all the model's flags as they were afterwards."""
+    chosen = {id(parameter) for parameter in parameters.values()}
+    every = {id(parameter): parameter for parameter in (*model.parameters(), *parameters.values())}
+    flags = [(parameter, parameter.requires_grad) for parameter in every.values()]
+    try:
+        for parameter, _ in flags:
+            parameter.requires_grad_(id(parameter) in chosen)
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+
+def fit(vector: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Bring a vector to the dtype of the outputs, and say what each sample's gradients have to be multiplied by.
+
+    Small numbers underflow in float16, and the gradients of a confident model are small: each sample's vector is
+    brought to about 1 there.
+    """
+    if dtype != torch.float16:
+        return vector.to(dtype), None
+    each = vector.reshape(len(vector), -1).abs().amax(dim=1)
+    # A power of two, so that nothing is rounded.
+    scale = torch.where(each > 0, torch.exp2(torch.log2(each.clamp(min=1e-38)).ceil()), 1.0)
+    return (vector / scale.view(-1, *[1] * (vector.ndim - 1))).to(dtype), scale
+
+
+@dataclass
+class _Watched:
+    """One call, while gradients arrive at its output.
+
+    Attributes:
+        stack: Brings the samples to the front.
+        uses: Of parameters that are used nowhere else, by name.
+        shared: Of the others: which of the parameter's uses this is.
+        blocks: Of weights whose whole block is wanted, with their biases.
+        squares: Of the gradients, summed over the vectors, where some use needs no more.
+    """
+
+    stack: Stack
+    uses: dict[str, Use] = field(default_factory=dict)
+    shared: dict[str, int] = field(default_factory=dict)
+    blocks: list[BlockSums] = field(default_factory=list)
+    squares: Tensor | None = None
+
+    def receive(self, gradient: Tensor, workspace: Workspace) -> None:
+        """Take in the gradient of one vector, stacked."""
+        others = [use for use in self.uses.values() if not _takes_squares(use, gradient.shape)]
+        if len(others) < len(self.uses):
+            g = wide(gradient)
+            self.squares = g.square() if self.squares is None else self.squares.addcmul_(g, g)
+        for use in others:
+            use.add(gradient, workspace)
+        for block in self.blocks:
+            block.add(gradient)
+
+    def finish(self, shape: tuple[int, ...], workspace: Workspace) -> Squares:
+        """Return what the uses found, and let go of what they held; `shape` is the gradients', stacked."""
+        found = {}
+        by_sample = None if self.squares is None else sum_by_sample(self.squares)
+        for name, use in self.uses.items():
+            if self.squares is not None and by_sample is not None and _takes_squares(use, shape):
+                found[name] = use.from_squares(self.squares, by_sample, workspace)
+            else:
+                found[name] = use.finish()
+        self.uses, self.squares = {}, None
+        return found
+
+
+def _takes_squares(use: Use, shape: Sequence[int]) -> TypeGuard[Elementwise]:
+    return isinstance(use, Elementwise) and use.takes_squares(shape)
+
+
+class RuledPass:
+    """One batch's way through the model, with the uses of its parameters. A context: it ends with its hooks removed.
+
+    Args:
+        model: In eval mode; `parameters` alone require a gradient (`differentiable`).
+        parameters: Those whose every use has a rule, and others that are not expected to be used at all.
+        course: The signature and stacking of each call that is to be expected.
+        inputs: One batch.
+        workspace: To be used again from batch to batch.
+        forms: Whether functions may take their cheaper forms; not where something else runs the model once more.
+        wanted: Of some weights, what collects their blocks from their uses; no squares are taken of those.
+        repeated: Embeddings to look up for each sample anew; see `Capture`.
+
+    Attributes:
+        outputs: Of the model.
+        blocks: What was collected, complete after `squares`.
+
+    Raises:
+        CourseChangedError: if the model's calls are not the expected ones.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, Tensor],
+        course: Course,
+        inputs: Inputs,
+        workspace: Workspace,
+        forms: bool = True,
+        wanted: Mapping[str, Callable[[Factored], BlockSums]] | None = None,
+        repeated: Collection[str] = (),
+    ) -> None:
+        self.blocks: list[BlockSums] = []
+        self._wanted = wanted or {}
+        self._course = course
+        self._workspace = workspace
+        self._batch = count(inputs)
+        self._ends: list[GradientEdge] = []  # where backward may stop: nothing that is asked for lies beyond
+        self._hooks: list[RemovableHandle] = []
+        self._latest: tuple[_Watched, GradientEdge] | None = None
+        self._uses: dict[str, list[Use]] = {}
+        self._arrived: dict[str, list[Tensor | None]] = {}
+        self._results: Squares = {}
+        self._last = False
+        self._scale: Tensor | None = None
+        self._calls = 0
+        self._times = {name: sum(name in names for (_, names), _ in course) for name in parameters}
+        capture = Capture(model, parameters, self._watch, forms, repeated, self._batch)
+        try:
+            with capture.running():
+                self.outputs = call(model, inputs)
+            self._readout = self._find_readout(capture)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> RuledPass:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the hooks: with the graph they make a circle that nothing would ever free."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._latest, self._readout = [], None, None
+        self._uses, self._arrived = {}, {}
+
+    def _watch(self, made: Call) -> None:
+        if self._calls >= len(self._course) or self._course[self._calls][0] != made.signature:
+            raise CourseChangedError
+        watched = _Watched(Stack(self._course[self._calls][1], self._batch))
+        self._calls += 1
+        for name, maker in made.makers.items():
+            try:
+                use = maker(watched.stack)
+                if name in self._wanted and isinstance(use, Factored):
+                    with torch.no_grad():
+                        watched.blocks.append(self._wanted[name](use))
+                    continue
+            except (RuntimeError, ValueError, IndexError) as error:
+                raise CourseChangedError from error
+            if self._times[name] == 1:
+                watched.uses[name] = use
+            else:
+                uses = self._uses.setdefault(name, [])
+                watched.shared[name] = len(uses)
+                uses.append(use)
+        for block in watched.blocks:
+            watched.uses.pop(block.layer.bias or "", None)
+        self.blocks += watched.blocks
+        watched.stack(made.output.detach())  # of the size that was expected
+        edge = get_gradient_edge(made.output)
+        self._hooks.append(made.output.register_hook(self._receiver(watched)))  # type: ignore[no-untyped-call]
+        self._latest = (watched, edge)
+        if made.first:
+            self._ends.append(edge)
+
+    def _find_readout(self, capture: Capture) -> _Watched | None:
+        """Return the call whose output is the model's, if the squares of its gradients are all that it needs."""
+        if self._calls != len(self._course) or capture.unknown:
+            raise CourseChangedError
+        if self._latest is None:
+            return None
+        watched, edge = self._latest
+        if edge.node is not self.outputs.grad_fn or edge.output_nr != self.outputs.output_nr or watched.shared:
+            return None
+        shape = watched.stack(self.outputs.detach()).shape
+        if not all(_takes_squares(use, shape) for use in watched.uses.values()):
+            return None
+        self._hooks.pop().remove()
+        self._ends = [end for end in self._ends if end.node is not edge.node]
+        return watched
+
+    def _receiver(self, watched: _Watched) -> Callable[[Tensor], None]:
+        def receive(gradient: Tensor) -> None:
+            stacked = watched.stack(gradient)
+            if self._scale is not None:
+                stacked = wide(stacked) * self._scale.view(-1, *[1] * (stacked.ndim - 1))
+            watched.receive(stacked, self._workspace)
+            if self._last:
+                self._results |= watched.finish(stacked.shape, self._workspace)
+            for name, place in watched.shared.items():
+                self._arrived[name][place] = stacked
+
+        return receive
+
+    @torch.no_grad()
+    def squares(self, factors: Factors) -> Squares:
+        """Run backward from each of the vectors at the outputs, and return the squares by parameter.
+
+        The layer whose output is the model's needs no backward: the sum of the vectors' squares, which the likelihood
+        has in closed form, is all it takes. A parameter that no gradient reached is not in the result.
+        """
+        if self._readout is not None:
+            self._readout.squares = self._readout.stack(factors.squares())
+            self._results |= self._readout.finish(self._readout.squares.shape, self._workspace)
+            for block in self._readout.blocks:
+                for m in range(factors.count):
+                    block.add(self._readout.stack(factors[m]))
+        shared = {name: Shared(uses) for name, uses in self._uses.items()}
+        for m in range(factors.count if self._ends else 0):
+            self._last = m == factors.count - 1
+            vector, self._scale = fit(factors[m], self.outputs.dtype)
+            self._arrived = {name: [None] * len(uses) for name, uses in self._uses.items()}
+            torch.autograd.grad(
+                self.outputs,
+                self._ends,
+                vector,
+                retain_graph=not self._last,
+                allow_unused=True,
+            )
+            for name, use in shared.items():
+                use.add_all(self._arrived[name], self._workspace)
+        for name, use in shared.items():
+            if use.squares is not None:
+                self._results[name] = use.finish()
+        return self._results

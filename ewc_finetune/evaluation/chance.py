@@ -1,0 +1,117 @@
+"""Whether a score can be told from guessing; and where it cannot, what to suspect first."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ewc_finetune.checkpoint.open import Opened
+from ewc_finetune.data.domain import Domain
+from ewc_finetune.data.layout import Layout
+from ewc_finetune.data.numbering import AS_LISTED
+from ewc_finetune.likelihood.base import Likelihood
+from ewc_finetune.likelihood.categorical import Categorical
+from ewc_finetune.progress import Progress
+
+# So often guesses may be as good as a score that is told from guessing.
+_RISK = 0.01
+# With fewer samples, three of four right answers to a question of two could be guesses.
+_ENOUGH = 30
+# So many classes are listed.
+_LISTED = 20
+
+
+def at_chance(accuracy: float, samples: int, classes: int) -> bool:
+    """Whether guessing one of so many classes, all alike, is as often right in more than 1% of all trials.
+
+    The binomial tail `P(X >= accuracy * samples)`, X of `samples` trials at `1 / classes`; never with too few samples
+    to tell, or a single class.
+    """
+    if samples < _ENOUGH or classes < 2:
+        return False
+    n = torch.tensor(float(samples), dtype=torch.float64)
+    right = torch.arange(round(accuracy * samples), samples + 1, dtype=torch.float64)
+    logs = torch.lgamma(n + 1) - torch.lgamma(right + 1) - torch.lgamma(n - right + 1)
+    logs += right * math.log(1 / classes) + (n - right) * math.log1p(-1 / classes)
+    return logs.logsumexp(0).exp().item() > _RISK
+
+
+def warn_at_chance(
+    domain: Domain,
+    opened: Opened,
+    layout: Layout,
+    outputs: tuple[int, ...],
+    likelihood: Likelihood,
+    accuracy: float | None,
+    samples: int,
+    progress: Progress,
+    *,
+    own: bool,
+) -> None:
+    """Warn of a score that cannot be told from guessing.
+
+    Args:
+        domain: As the model took it.
+        opened: The model.
+        layout: How the domain's samples went into it.
+        outputs: Shape of the model's outputs for one sample.
+        likelihood: Of the outputs; others than a class for each sample are not guessed at.
+        accuracy: The score; None where there is none.
+        samples: Which it is of.
+        progress: Told the warning.
+        own: Whether the model should know this data: of others that is said only where something is to be suspected.
+    """
+    classes = outputs[-1] if domain.active is None else len(domain.active)
+    if likelihood.name != Categorical.name or accuracy is None or not at_chance(accuracy, samples, classes):
+        return
+    suspects = _suspects(domain, opened, layout)
+    if not suspects and not own:
+        return
+    suspects = suspects or ["whether this is data that the model was trained for, with its labels"]
+    progress.note(
+        f"warning: {domain.name}: accuracy {accuracy:.4f} on {samples:,} samples cannot be told from guessing one of "
+        f"{classes:,} classes. Suspect first {'; then '.join(suspects)}"
+    )
+
+
+def _suspects(domain: Domain, opened: Opened, layout: Layout) -> list[str]:
+    """Return what is most likely wrong, the likeliest first."""
+    found = []
+    assumption, said = domain.assumed, domain.transform is not None and domain.transform.mean is not None
+    image = len(layout.shape) == 3 and layout.raw and (layout.bytes_to_unit or domain.unit)
+    if image and assumption is not None and (said or assumption.source != "record"):
+        numbers = layout.transform.describe_numbers() or "from 0 to 1"
+        found.append(
+            f"how images go in ({numbers}): the data options mean= and std= say otherwise, and resize= and crop="
+        )
+    if is_numbering_unknown(domain, opened):
+        found.append(
+            f"the numbers of its classes, {domain.numbering}: labels= names them in the order of the model's outputs"
+        )
+    return found
+
+
+def is_numbering_unknown(domain: Domain, opened: Opened) -> bool:
+    """Whether labels are names, and nothing says which of the model's outputs is called how."""
+    names = () if opened.purpose is None else opened.purpose.classes or ()
+    known = opened.record.classes or tuple(domain.classes or ()) == tuple(names)
+    return domain.classes is not None and domain.numbering is not None and not known and not opened.fresh
+
+
+def say_numbering(domain: Domain, opened: Opened, progress: Progress) -> None:
+    """Say which number each class has, where that is a guess."""
+    if not is_numbering_unknown(domain, opened) or domain.classes is None:
+        return
+    shown = [f"{n} {name}" for n, name in enumerate(domain.classes[:_LISTED])]
+    more = len(domain.classes) - len(shown)
+    progress.note(
+        f"{domain.name}: the model has no names of its outputs, so labels are numbered {domain.numbering}: "
+        f"{', '.join(shown)}{f' and {more:,} more' if more else ''}"
+        + (
+            ". If its outputs are in another order, name them in that one: "
+            f"labels={','.join(reversed(domain.classes[:3]))}{',...' if len(domain.classes) > 3 else ''}"
+            if domain.numbering != AS_LISTED
+            else ""
+        )
+    )

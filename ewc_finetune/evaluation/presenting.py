@@ -1,0 +1,118 @@
+"""How a domain's samples become inputs of a model that was opened: as itself, its record or its weights say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch.utils.data import TensorDataset
+
+from ewc_finetune.anchor.anchor import Anchor
+from ewc_finetune.checkpoint.open import Opened
+from ewc_finetune.data.domain import Domain
+from ewc_finetune.data.hugging_face import ImageColumn
+from ewc_finetune.data.images import ImageFiles
+from ewc_finetune.data.layout import Layout
+from ewc_finetune.data.preprocessing import preprocessed
+from ewc_finetune.data.transform import Assumption, Transform
+from ewc_finetune.errors import UsageError
+from ewc_finetune.progress import Progress
+
+
+def presented(domain: Domain, opened: Opened, progress: Progress) -> Domain:
+    """Return a domain whose batches are what the model takes, but for the layout, which one sample shows.
+
+    Raises:
+        DataError: see `preprocessed`.
+        UsageError: if the data says what the model's own image processor says.
+    """
+    found = preprocessed(domain, opened.purpose, opened.model, opened.label)
+    if found is not domain:
+        if domain.transform is not None and domain.transform.mean is not None:
+            raise UsageError(
+                f"{domain.name}: the image processor of {opened.label} says how images are normalised "
+                "(preprocessor_config.json); leave mean and std out, or change it there"
+            )
+        return found
+    assumption = opened.assumption
+    if assumption is None:
+        return domain
+    # Numbers of a spec are as the model's own were: normalised here, if those were.
+    own = opened.record.input
+    alike = assumption.transform.mean is not None and own.get("bytes_to_unit") is False and own.get("raw", True)
+    domain = replace(domain, assumed=assumption, unit=domain.unit or (alike and domain.transform is not None))
+    return _reshaped(domain, assumption, progress)
+
+
+def _reshaped(domain: Domain, assumption: Assumption, progress: Progress) -> Domain:
+    """Resize and crop images as the model is used to, where their data says nothing of it."""
+    known, samples = assumption.transform, domain.samples
+    if not known.reshapes or (domain.transform is not None and domain.transform.reshapes):
+        return domain
+    if isinstance(samples, (ImageFiles, ImageColumn)):
+        domain = replace(domain, samples=samples.with_options(replace(samples.options, transform=known)))
+    elif (
+        isinstance(samples, TensorDataset)
+        and assumption.source == "record"
+        and domain.is_raw(samples.tensors[0])
+        and tuple(samples.tensors[0].shape[-2:]) != assumption.shape
+    ):
+        images, *labels = samples.tensors
+        images = torch.cat([known.reshape(part) for part in torch.split(images, 4096)])
+        domain = replace(domain, samples=TensorDataset(images, *labels))
+    else:
+        return domain
+    why = "as the model's own were" if assumption.source == "record" else f"as {_weights(assumption)} were trained"
+    progress.note(f"{domain.name}: {known.describe_shape()}, {why}; say resize=, crop= or size= for another shape")
+    return domain
+
+
+def say_numbers(domain: Domain, layout: Layout, progress: Progress) -> None:
+    """Say what was assumed of the numbers in images, and how to say otherwise."""
+    assumption, said = domain.assumed, domain.transform
+    if assumption is None or len(layout.shape) != 3 or layout.names is not None:
+        return
+    known, numbers = assumption.transform.effective(), layout.transform.describe_numbers()
+    if not layout.raw:
+        progress.note(
+            f"{domain.name}: its images are no bytes, so they go in as they are; bytes would be "
+            f"{known.describe_numbers()}"
+        )
+    elif said is not None and said.mean is not None:
+        if assumption.source == "record" and (known.mean, known.std) != (layout.transform.mean, layout.transform.std):
+            before = known.describe_numbers() or "from 0 to 1"
+            progress.note(f"{domain.name}: the model's own images were {before}; these are {numbers or 'from 0 to 1'}")
+    elif assumption.source == "weights":
+        progress.note(
+            f"{domain.name}: images are {numbers or 'from 0 to 1'}, as {_weights(assumption)} were trained. If this "
+            "checkpoint was trained otherwise, say so behind the data's question mark: mean=0&std=1 for images from "
+            "0 to 1"
+        )
+    elif known.mean is not None and layout.transform.mean is None:
+        progress.note(
+            f"{domain.name}: images go in from 0 to 1: the model's own were {known.describe_numbers()}, which does not "
+            f"go with {layout.shape[0]} channels. Say channels=, or mean= and std="
+        )
+    elif assumption.source == "nobody" and domain.unit | layout.bytes_to_unit:
+        progress.note(
+            f"{domain.name}: images go in from 0 to 1, for nothing says what the model was trained on. If they were "
+            "normalised then, say so behind the data's question mark: mean=imagenet&std=imagenet, or the numbers"
+        )
+
+
+def say_anchors(anchors: Sequence[Anchor], layout: Layout, progress: Progress) -> None:
+    """Say which anchors are of images with other numbers than those that go in now: of another function, that is."""
+    for anchor in anchors:
+        theirs = anchor.provenance.input
+        before, now = Transform.read(theirs).describe_numbers(), layout.transform.describe_numbers()
+        raw = theirs.get("raw", True) and layout.raw
+        if raw and len(theirs.get("shape", [])) == len(layout.shape) == 3 and before != now:
+            progress.note(
+                f"{anchor.label} was made with images {before or 'from 0 to 1'}, and here they are "
+                f"{now or 'from 0 to 1'}: its curvature is of another function of them"
+            )
+
+
+def _weights(assumption: Assumption) -> str:
+    return f"torchvision's weights of {assumption.whose}"

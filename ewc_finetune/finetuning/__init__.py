@@ -1,0 +1,1 @@
+"""A fine-tune: its options, plan, run and record."""

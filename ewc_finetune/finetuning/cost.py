@@ -1,0 +1,122 @@
+"""What a run will need, found by doing a little of it: everything is checked, nothing is written."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ewc_finetune.evaluation.cost import TRIED, Estimate, first_batches, watched_memory
+from ewc_finetune.evaluation.score import score
+from ewc_finetune.finetuning.plan import Setup
+from ewc_finetune.finetuning.schedule import Schedule
+from ewc_finetune.finetuning.trainer import Trainer, count_steps
+from ewc_finetune.likelihood.base import Likelihood
+from ewc_finetune.modules.precision import float32_weights
+from ewc_finetune.progress import Silent
+
+
+def estimate_finetuning(
+    job: Setup,
+    schedule: Schedule,
+    likelihood: Likelihood,
+    shuffle: torch.Generator,
+    device: torch.device,
+    files: Sequence[Path],
+    more: int = 0,
+) -> Estimate:
+    """Train for a few steps and score a few batches, and put the model back as it was.
+
+    Args:
+        job: What is trained.
+        schedule: How.
+        likelihood: Gives the loss.
+        shuffle: Draws the order of the samples.
+        device: Where the model is.
+        files: What the run will write.
+        more: Epochs of training beside those of the schedule, with an evaluation each.
+    """
+    model, size = job.start.model, schedule.batch_size
+    each = replace(schedule, epochs=1).count_steps(job.domain.count_batches(size))
+    steps = None if each is None else each * (schedule.epochs + more)
+    count_steps(job.domain, schedule)  # refuses what cannot be counted
+    clock = _Clock()
+    with watched_memory(device) as memory, _put_back(model):
+        scoring = sum((_scoring(job, n, likelihood, 2 * size, device) or 0.0) for n in range(len(job.watched)))
+        with float32_weights(model):
+            tried = replace(
+                job.domain,
+                samples=first_batches(job.domain, size, shuffle, TRIED * schedule.accumulate),
+                labels=None,
+                collate=None,
+            )
+            own = job.domain.likelihood(likelihood)
+            few = replace(schedule, epochs=min(1, schedule.epochs), log_every=1, eval_every=None, workers=0)
+            with job.freezing(), Silent().bar("", None, "") as bar:
+                Trainer(model, tried, job.layout, own, job.penalty, few, shuffle, bar, clock).run()
+    evaluations = schedule.epochs + more + 1
+    if schedule.eval_every is not None and steps is not None:
+        evaluations = steps // schedule.eval_every + 1
+    seconds = None if steps is None else steps * clock.step + scoring * evaluations
+    return Estimate({"steps": steps}, seconds, memory, tuple(files))
+
+
+def _scoring(job: Setup, n: int, likelihood: Likelihood, batch_size: int, device: torch.device) -> float | None:
+    """Return how long scoring a watched domain will take; None where it has no number of samples."""
+    domain, layout = job.watched[n]
+    total = domain.count_batches(batch_size)
+    batches = first_batches(domain, batch_size)
+    if total is None or not batches:
+        return None
+    part = replace(domain, samples=batches, collate=None)
+    start = time.perf_counter()
+    score(job.start.model, part, layout, domain.likelihood(likelihood), batch_size, device)
+    return (time.perf_counter() - start) / len(batches) * total
+
+
+class _Clock:
+    """Looks at the time after every step."""
+
+    def __init__(self) -> None:
+        self.times = [time.perf_counter()]
+
+    def log(self, line: dict[str, Any]) -> None:
+        """See `Observer`."""
+        self.times.append(time.perf_counter())
+
+    def evaluate(self, epoch: int, step: int, state: Callable[[], dict[str, Any]]) -> bool:
+        """See `Observer`."""
+        return True
+
+    @property
+    def step(self) -> float:
+        """The time of a step: of the first only if there is no other."""
+        taken = [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+        return statistics.median(taken[1:] or taken or [0.0])
+
+
+@contextmanager
+def _put_back(model: nn.Module) -> Iterator[None]:
+    tensors = [*model.parameters(), *model.buffers()]
+    values = [tensor.detach().clone() for tensor in tensors]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    for parameter in model.parameters():
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        for module, training in modes:
+            module.training = training

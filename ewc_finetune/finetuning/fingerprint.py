@@ -1,0 +1,104 @@
+"""What a run is made from, by digests and sizes that tell it from another."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ewc_finetune.anchor.anchor import Anchor
+from ewc_finetune.checkpoint.open import Opened
+from ewc_finetune.data.domain import Domain, as_bytes
+from ewc_finetune.errors import DataError
+
+# Of samples that are not in memory, so many are looked at to know them again.
+_LOOKED_AT = 64
+
+
+def identify(
+    start: Opened,
+    anchors: Sequence[Anchor],
+    domain: Domain,
+    scored: Sequence[Domain],
+    told: bool,
+    specs: Sequence[str | None],
+) -> dict[str, Any]:
+    """Return what tells model, anchors and data of a run from others, each under what to call it.
+
+    Args:
+        start: The model, before anything is done to it.
+        anchors: Oldest first.
+        domain: The new domain.
+        scored: The domains to score.
+        told: Whether the new domain comes from a spec, so that it is the same whenever it is read.
+        specs: Of the domains to score the spec, where they have one.
+    """
+    return {
+        "the model's digest": start.sha256 or _digest_of_weights(start.model),
+        **{f"anchor {number}": anchor.digest for number, anchor in enumerate(anchors, 1)},
+        "the size of the data": domain.size,
+        "the digest of the data": _digest(domain, told),
+        **{f"the size of {other.name}, which is scored": other.size for other in scored},
+        **{
+            f"the digest of {other.name}, which is scored": _digest(other, spec is not None)
+            for other, spec in zip(scored, specs, strict=True)
+        },
+    }
+
+
+def _digest_of_weights(model: nn.Module) -> str:
+    digest = hashlib.sha256(repr(model).encode())
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode())
+        if isinstance(tensor, Tensor):
+            digest.update(as_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _digest(domain: Domain, told: bool) -> str | None:
+    """Return a digest of all samples that are in memory; of others' labels, and of some samples from all over."""
+    size = domain.size or 0
+    if not domain.indexable or not size:
+        return None
+    digest = hashlib.sha256()
+    if isinstance(domain.samples, TensorDataset):
+        for tensor in domain.samples.tensors:
+            digest.update(as_bytes(tensor))
+        return digest.hexdigest()
+    if domain.labels is not None:
+        digest.update(as_bytes(domain.labels))
+    elif not told:
+        return None
+    samples: Any = domain.samples
+    chosen = sorted({size * k // _LOOKED_AT for k in range(_LOOKED_AT)}) if told else []
+    looks = [_digest_of(samples, chosen) for _ in range(2)]
+    # What is drawn anew whenever it is read, as augmented samples are, tells nothing.
+    return digest.hexdigest() + (looks[0] if looks[0] == looks[1] else "")
+
+
+def _digest_of(samples: Any, chosen: Sequence[int]) -> str:
+    """Return a digest of some samples."""
+    digest = hashlib.sha256()
+    for n in chosen:
+        with contextlib.suppress(DataError):  # images of several sizes, say, which are made alike later
+            _take_in(digest, samples[n])
+    return digest.hexdigest()
+
+
+def _take_in(digest: Any, value: Any) -> None:
+    """Update a digest by a sample; what is neither tensor nor text nor number in it has no part."""
+    if isinstance(value, Tensor):
+        digest.update(as_bytes(value))
+    elif isinstance(value, (str, int, float, bool)):
+        digest.update(repr(value).encode())
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            _take_in(digest, name)
+            _take_in(digest, item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _take_in(digest, item)

@@ -1,0 +1,90 @@
+"""What `finetune` does with a model's head before it trains, and what it records of it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ewc_finetune.checkpoint.architecture import with_outputs
+from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.open import Opened
+from ewc_finetune.choices import Head
+from ewc_finetune.data.domain import Domain
+from ewc_finetune.errors import DataError
+from ewc_finetune.modules.batch import tensors
+from ewc_finetune.modules.devices import random_state_kept
+from ewc_finetune.modules.heads import find_head, replace_head
+from ewc_finetune.progress import Progress
+
+
+def give_head(start: Opened, head: Head, domain: Domain, seed: int, written: bool, progress: Progress) -> Opened:
+    """Give the model the head that is asked for, and record it.
+
+    Args:
+        start: The model, changed in place.
+        head: `new` or `expand`.
+        domain: Whose labels say how many outputs there must be.
+        seed: Of the new weights.
+        written: Whether the model will be written to a file, and its architecture must say its outputs.
+        progress: Told what becomes of the head.
+
+    Raises:
+        ArchitectureError: see `replace_head` and `with_outputs`.
+        DataError: if the domain does not say how many classes it has.
+    """
+    name, layer = find_head(start.model)
+    outputs = layer.out_features if head == "expand" else 1
+    labels = domain.labels
+    if labels is not None and (labels.is_floating_point() or labels.ndim != 1):
+        raise DataError(f"{domain.name} has no class for each sample, so it does not say how many outputs to make")
+    if labels is not None and len(labels):
+        outputs = max(outputs, int(labels.max()) + 1)
+    elif head == "new":
+        outputs = domain.count_classes()
+    else:
+        raise DataError(f"{domain.name} does not show its labels beforehand; give a dataset to expand the head for")
+    if head == "new":
+        progress.note(f"head {name}: a new one, with {outputs} outputs in the place of {layer.out_features}")
+    elif outputs > layer.out_features:
+        progress.note(f"head {name}: {outputs - layer.out_features} outputs are added to {layer.out_features}")
+    else:
+        progress.note(f"head {name}: {domain.name} has no label beyond its {outputs} outputs, so none is added")
+    record = replace(start.record, classes=None)  # they are the old head's
+    if record.architecture is not None and written and outputs != layer.out_features:
+        record = replace(record, architecture=with_outputs(record.architecture, outputs))
+    with random_state_kept(torch.device("cpu"), seed):
+        replace_head(start.model, outputs, keep=head == "expand")
+    if head == "new":
+        names = head_names((name, layer))
+        record = replace(
+            record,
+            frozen=[parameter for parameter in record.frozen if parameter not in names],
+            head={"parameters": list(names), "id": _head_id(start, domain, seed)},
+        )
+    return replace(start, record=record)
+
+
+def head_names(head: tuple[str, nn.Linear] | None) -> tuple[str, ...]:
+    """Return the names of a head's parameters; none for None."""
+    return () if head is None else tuple(f"{head[0]}.{name}" for name, _ in head[1].named_parameters())
+
+
+def _head_id(start: Opened, domain: Domain, seed: int) -> str:
+    """Return what tells one new head from another: what it was put on, for what data, and its seed."""
+    digest = hashlib.sha256(repr((start.sha256, start.record.lineage, domain.name, domain.size, seed)).encode())
+    for tensor in tensors(domain.first()):
+        digest.update(repr(tensor.flatten().tolist()).encode())
+    return digest.hexdigest()
+
+
+def class_names(record: Record, domain: Domain, head: Head) -> list[str] | None:
+    """Return the names of the outputs, where all of them are known."""
+    if head == "expand":
+        return None
+    known = None if domain.classes is None else list(domain.classes)
+    if head == "new":
+        return None if known is None or domain.labels is None else known[: int(domain.labels.max()) + 1]
+    return record.classes or known

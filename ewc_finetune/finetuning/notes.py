@@ -1,0 +1,64 @@
+"""What `finetune` says of a run before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ewc_finetune.anchor.anchor import Anchor
+from ewc_finetune.anchor.provenance import Provenance
+from ewc_finetune.checkpoint.open import Opened
+from ewc_finetune.finetuning.schedule import Schedule
+from ewc_finetune.modules.modes import normalisation_layers
+from ewc_finetune.penalty.penalty import Penalty
+from ewc_finetune.progress import Progress
+
+
+def _warn_of_overshooting(progress: Progress, penalty: Penalty | None, schedule: Schedule) -> None:
+    """Say it before training if steps along the penalty's gradient cannot converge.
+
+    Gradient descent with momentum m on a quadratic of curvature h is stable up to a learning rate of 2 (1 + m) / h.
+    Adam's steps are no larger than its learning rate whatever the gradient.
+    """
+    if penalty is None or penalty.form != "gradient" or schedule.optimizer != "sgd":
+        return
+    name, largest = penalty.largest_curvature()
+    bound = 2 * (1 + schedule.momentum)
+    if schedule.lr * largest > bound:
+        progress.note(
+            f"this lambda is too large for gradient steps: the largest lambda F, {largest:.3g} in {name}, times the "
+            f"learning rate {schedule.lr:g} is {schedule.lr * largest:.3g}, and beyond {bound:g} each step overshoots "
+            f"further. Use --penalty-form proximal, stable at any lambda, or --lr up to {bound / largest:.2g}"
+        )
+
+
+def _curvature(origin: Provenance) -> str:
+    if origin.curvature == "identity":
+        return "identity"
+    kind = "K-FAC blocks" if origin.curvature == "kfac" else "Fisher"
+    return f"{origin.estimator} {kind} of {origin.samples} samples"
+
+
+def say(
+    progress: Progress,
+    start: Opened,
+    anchors: Sequence[Anchor],
+    strengths: Sequence[float],
+    penalty: Penalty | None,
+    schedule: Schedule,
+    fresh: bool,
+) -> None:
+    """Tell the user what the run assumes."""
+    progress.note(f"starting from {'fresh weights of ' if fresh else ''}{start.label}")
+    for remark in start.remarks:
+        progress.note(remark)
+    if not anchors and not fresh:
+        progress.note("held by no anchor: plain training, in which the old domain may be lost")
+    for anchor, strength in zip(anchors, strengths, strict=True):
+        origin = anchor.provenance
+        progress.note(f"held by {anchor.label}: {origin.name}, {_curvature(origin)}, lambda {strength:g}")
+    if penalty is not None and penalty.free:
+        progress.note(f"free, since no anchor holds them: {', '.join(penalty.free)}")
+    layers = normalisation_layers(start.model)
+    if layers:
+        progress.note(f"normalisation statistics of {len(layers)} layers: {schedule.norm_stats}")
+    _warn_of_overshooting(progress, penalty, schedule)

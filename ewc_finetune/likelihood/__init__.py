@@ -1,0 +1,1 @@
+"""How a model's outputs become log p(y | x)."""

@@ -1,0 +1,197 @@
+"""What every likelihood has: log p(y | x) of a model's outputs."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from ewc_finetune.choices import Estimator
+from ewc_finetune.errors import DataError, UsageError
+from ewc_finetune.likelihood.output_fisher import Factors
+from ewc_finetune.modules.precision import wide
+
+IGNORED = -100  # the label of a token that doesn't count, as in torch's cross-entropy
+
+
+LARGEST_OUTPUT = torch.finfo(torch.float16).max
+
+
+class Likelihood(ABC):
+    """What the rest of the package asks of a likelihood. Outputs and targets have the batch in front.
+
+    Attributes:
+        name: As on the command line.
+        metric: What `right` counts, for people: None where nothing is right or wrong.
+        kept: The dtype in which `answers` are kept.
+    """
+
+    name: str
+    metric: str | None = "accuracy"
+    kept: torch.dtype = torch.float16
+
+    @abstractmethod
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean over the batch of the negative log-likelihood, in nats, as a scalar to differentiate."""
+
+    @abstractmethod
+    def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return, as a scalar, the sum over the batch of the share of each sample that the model gets right."""
+
+    @abstractmethod
+    def check_outputs(self, outputs: Tensor, where: str) -> None:
+        """Refuse outputs that this likelihood cannot take.
+
+        Raises:
+            DataError: naming `where` they came from, their shape and type.
+        """
+
+    @abstractmethod
+    def check_targets(self, targets: Tensor, output_shape: tuple[int, ...], where: str) -> None:
+        """Refuse targets that do not go with outputs whose shape for one sample is `output_shape`.
+
+        Raises:
+            DataError: naming `where` they came from, and what was found.
+        """
+
+    @abstractmethod
+    def exact(self, outputs: Tensor) -> Factors:
+        """Return vectors whose outer products sum to `S_n`; `outputs` are float32 or wider."""
+
+    @abstractmethod
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the gradient of log p(y | outputs) by the outputs, for the targets y."""
+
+    @abstractmethod
+    def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw targets from the model's own distribution; `generator` is on the CPU.
+
+        Sample n's draw depends on those before it, not on how samples are batched.
+        """
+
+    @abstractmethod
+    def answers(self, outputs: Tensor) -> Tensor:
+        """Return what says p(y | outputs) and stays finite in the dtype `kept`; `outputs` are float32 or wider.
+
+        NaN stays NaN. The first dimension is samples, or the tokens of any samples.
+        """
+
+    @abstractmethod
+    def divergence(self, answers: Tensor, outputs: Tensor) -> Tensor:
+        """Return the Kullback-Leibler divergence KL(p || q) in nats for each row, summed over its answers.
+
+        Args:
+            answers: What is kept of p, in float64; see `answers`.
+            outputs: The outputs that say q, in float64, which `comparable` has found to go with them.
+        """
+
+    def unchanged(self, answers: Tensor, outputs: Tensor) -> Tensor | None:
+        """Return for each row the share of its answers, 0 to 1, whose most likely value is still one for `answers`.
+
+        None where there is no most likely value to compare.
+        """
+        return None
+
+    def comparable(self, answers: Tensor, outputs: Tensor) -> bool:
+        """Whether the outputs are of as many answers as are kept; both have the batch or tokens in front."""
+        return answers.shape[1:] == outputs.shape[1:]
+
+    def count_tokens(self, targets: Tensor) -> int | None:
+        """Return how many tokens these targets are of; None where a sample is no sequence of tokens."""
+        return None
+
+    def predict(self, outputs: Tensor) -> Tensor:
+        """Return the most likely targets.
+
+        Raises:
+            UsageError: where their gradient is zero for every sample, and with it the Fisher.
+        """
+        raise UsageError(f"the predicted estimator is zero for the {self.name} likelihood; use exact or sampled")
+
+    def factors(
+        self,
+        outputs: Tensor,
+        targets: Tensor | None,
+        estimator: Estimator,
+        generator: torch.Generator,
+        draws: int = 1,
+    ) -> Factors:
+        """Return the vectors `s_m` of the module's docstring for the estimator's choice of y, detached.
+
+        `batched` has the vectors of `empirical`: it differs in when the gradients are squared, which is not decided
+        here.
+
+        Args:
+            outputs: The model's.
+            targets: The data's, where there are any.
+            estimator: Whose targets are used; not `auto`.
+            generator: What `sampled` draws with, on the CPU.
+            draws: How many targets `sampled` draws for each sample.
+
+        Raises:
+            DataError: if the estimator needs targets and there are none.
+        """
+        return self.counted(self._factors(wide(outputs.detach()), targets, estimator, generator, draws), targets)
+
+    def draw(self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator) -> Tensor:
+        """Draw targets where the known ones say that there are any; see `sample`."""
+        return self.sample(outputs, generator)
+
+    def counted(self, factors: Factors, targets: Tensor | None) -> Factors:
+        """Return the vectors without what the targets say does not count."""
+        return factors
+
+    def _factors(
+        self, outputs: Tensor, targets: Tensor | None, estimator: Estimator, generator: torch.Generator, draws: int
+    ) -> Factors:
+        if estimator == "exact":
+            return self.exact(outputs)
+        if estimator == "sampled":
+            # For each sample all of its draws, one sample after the other.
+            repeated = outputs.repeat_interleave(draws, dim=0)
+            known = None if targets is None else targets.repeat_interleave(draws, dim=0)
+            drawn = self.score(repeated, self.draw(repeated, known, generator)) / math.sqrt(draws)
+            drawn = torch.unflatten(drawn, 0, (len(outputs), draws))
+            return Factors(draws, lambda m: drawn[:, m], lambda: drawn.square().sum(dim=1))
+        if estimator == "predicted":
+            vector = self.score(outputs, self.predict(outputs))
+        elif targets is None:
+            raise DataError(f"the {estimator} estimator needs labels and this data has none; use exact or sampled")
+        else:
+            vector = self.score(outputs, targets)
+        return Factors(1, lambda _: vector, vector.square)
+
+
+def check_real(name: str, outputs: Tensor, where: str) -> None:
+    """Refuse outputs that are no real numbers, or none at all."""
+    if not outputs.is_floating_point() or outputs.numel() == 0:
+        raise DataError(
+            f"{where}: the model's outputs have shape {tuple(outputs.shape)} and type {outputs.dtype}; the {name} "
+            "likelihood needs real numbers"
+        )
+
+
+def check_shape(name: str, targets: Tensor, output_shape: tuple[int, ...], where: str) -> None:
+    """Refuse targets that are not of the outputs' shape."""
+    if tuple(targets.shape[1:]) != tuple(output_shape):
+        raise DataError(
+            f"{where}: the targets have shape {tuple(targets.shape)}; the {name} likelihood needs the shape of the "
+            f"outputs, ({', '.join(['batch', *map(str, output_shape)])}). Class labels go with categorical"
+        )
+
+
+def check_classes(targets: Tensor, classes: int, where: str) -> None:
+    """Refuse targets that are no numbers of these classes."""
+    if not targets.numel():
+        return
+    least, most = targets.aminmax()
+    if least < 0 or most >= classes:
+        beyond = targets[(targets < 0) | (targets >= classes)]
+        found = ", ".join(str(label) for label in sorted(set(beyond.tolist()))[:10])
+        raise DataError(
+            f"{where}: {beyond.numel()} of {targets.numel()} labels are not among the model's {classes} classes "
+            f"(0 to {classes - 1}): found {found}. Choose the classes with ?classes=0-{classes - 1}, or use a "
+            "model with more outputs"
+        )

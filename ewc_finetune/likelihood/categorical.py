@@ -1,0 +1,158 @@
+"""One class for each sample, or for each token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ewc_finetune.errors import DataError
+from ewc_finetune.likelihood.base import IGNORED, LARGEST_OUTPUT, Likelihood, check_classes
+from ewc_finetune.likelihood.output_fisher import Factors, softmax_factors
+from ewc_finetune.modules.precision import wide
+
+
+class Categorical(Likelihood):
+    """Softmax over classes: outputs are logits of shape `(batch, classes)`, targets are class indices `(batch,)`."""
+
+    name = "categorical"
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy."""
+        return functional.cross_entropy(wide(outputs), targets)
+
+    def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Count the samples whose largest logit is the target's."""
+        return (outputs.argmax(dim=1) == targets).sum()
+
+    def check_outputs(self, outputs: Tensor, where: str) -> None:
+        """Check that outputs are logits, one for each class."""
+        if outputs.ndim != 2 or not outputs.is_floating_point():
+            raise DataError(
+                f"{where}: the model's outputs have shape {tuple(outputs.shape)} and type {outputs.dtype}; the "
+                "categorical likelihood needs logits of shape (batch, classes)"
+            )
+
+    def check_targets(self, targets: Tensor, output_shape: tuple[int, ...], where: str) -> None:
+        """Check that every target is one of the classes."""
+        if targets.ndim != 1 or targets.is_floating_point():
+            raise DataError(
+                f"{where}: the labels have shape {tuple(targets.shape)} and type {targets.dtype}; the categorical "
+                "likelihood needs one integer for each sample"
+            )
+        check_classes(targets, output_shape[-1], where)
+
+    def exact(self, outputs: Tensor) -> Factors:
+        """See `softmax_factors`: at most classes - 1 vectors."""
+        return softmax_factors(outputs.softmax(dim=1))
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """`e_y - p`, in which the sum of the others takes the place of `1 - p_y`, which would cancel near certainty."""
+        others = outputs.softmax(dim=-1).scatter_(-1, targets[..., None], 0)
+        rest = others.sum(dim=-1, keepdim=True)
+        return others.neg_().scatter_(-1, targets[..., None], rest)
+
+    def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw by the inverse transform, with one uniform number to a sample."""
+        p = outputs.softmax(dim=-1)
+        uniform = torch.rand((*p.shape[:-1], 1), generator=generator, dtype=torch.float64).to(p)
+        return (p.cumsum(dim=-1) < uniform).sum(dim=-1).clamp(max=p.shape[-1] - 1)
+
+    def predict(self, outputs: Tensor) -> Tensor:
+        """Return the class of the largest logit."""
+        return outputs.argmax(dim=-1)
+
+    def answers(self, outputs: Tensor) -> Tensor:
+        """Return log p up to a constant, which is 0 for the likeliest class: half precision is finest there."""
+        return (outputs - outputs.amax(dim=-1, keepdim=True)).clamp(min=-LARGEST_OUTPUT)
+
+    def divergence(self, answers: Tensor, outputs: Tensor) -> Tensor:
+        """`sum_y p (log p - log q)` over the classes that p knows; classes that came later have a part in q alone."""
+        p = answers.log_softmax(dim=-1)
+        q = self.answers(outputs).log_softmax(dim=-1)[..., : answers.shape[-1]]
+        return (p.exp() * (p - q)).sum(dim=-1).clamp(min=0)
+
+    def unchanged(self, answers: Tensor, outputs: Tensor) -> Tensor:
+        """Whether the largest logit is of a class that no other was likelier than."""
+        best = outputs.argmax(dim=-1, keepdim=True)
+        known = best < answers.shape[-1]
+        as_likely = answers.gather(-1, best.where(known, 0)) == answers.amax(dim=-1, keepdim=True)
+        return (known & as_likely)[..., 0].to(answers)
+
+    def comparable(self, answers: Tensor, outputs: Tensor) -> bool:
+        """Whether there are logits for all the classes that are kept."""
+        return outputs.ndim == 2 and outputs.shape[1] >= answers.shape[1]
+
+
+class PerToken(Categorical):
+    """A categorical for each token of a sequence, which is one sample: log p(y | x) is their sum.
+
+    Outputs are logits of shape `(batch, tokens, classes)`, targets class indices `(batch, tokens)`, in which -100 marks
+    tokens that don't count, whatever the estimator. Without targets every token counts.
+    """
+
+    name = "per-token"
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy: for each sequence its sum over the tokens that count."""
+        return functional.cross_entropy(wide(outputs).flatten(0, 1), targets.flatten(), reduction="sum") / len(outputs)
+
+    def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Sum over the sequences of the share of their tokens, of those that count, that have the largest logit."""
+        counted = targets != IGNORED
+        right = (outputs.argmax(dim=2) == targets) & counted
+        return (right.sum(dim=1) / counted.sum(dim=1).clamp(min=1)).sum()
+
+    def count_tokens(self, targets: Tensor) -> int:
+        """Count those that are not ignored."""
+        return int((targets != IGNORED).sum())
+
+    def check_outputs(self, outputs: Tensor, where: str) -> None:
+        """Check that outputs are logits, one for each class and token."""
+        if outputs.ndim != 3 or not outputs.is_floating_point():
+            raise DataError(
+                f"{where}: the model's outputs have shape {tuple(outputs.shape)} and type {outputs.dtype}; the "
+                "per-token likelihood needs logits of shape (batch, tokens, classes)"
+            )
+
+    def check_targets(self, targets: Tensor, output_shape: tuple[int, ...], where: str) -> None:
+        """Check that there is a class for every token."""
+        if tuple(targets.shape[1:]) != tuple(output_shape[:1]) or targets.is_floating_point():
+            raise DataError(
+                f"{where}: the labels have shape {tuple(targets.shape)} and type {targets.dtype}; the per-token "
+                f"likelihood needs integers of shape (batch, {output_shape[0]}), one for each token"
+            )
+        check_classes(targets[targets != IGNORED], output_shape[-1], where)
+
+    def draw(self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator) -> Tensor:
+        """See `Likelihood`: what fills up a batch takes no random numbers, so that its size does not matter."""
+        if targets is None:
+            return self.sample(outputs, generator)
+        drawn = targets.clone()
+        drawn[targets != IGNORED] = self.sample(outputs[targets != IGNORED], generator)
+        return drawn
+
+    def counted(self, factors: Factors, targets: Tensor | None) -> Factors:
+        """See `Likelihood`: of a token that is ignored there is nothing."""
+        if targets is None or not (ignored := targets == IGNORED).any():
+            return factors
+        kept = ~ignored[..., None]
+        return Factors(factors.count, lambda m: factors[m] * kept, lambda: factors.squares() * kept)
+
+    def exact(self, outputs: Tensor) -> Factors:
+        """Those of each token by itself, at most classes - 1: given the input, tokens are independent."""
+        tokens = outputs.shape[1]
+        each = softmax_factors(outputs.softmax(dim=2).flatten(0, 1))
+
+        def make(m: int) -> Tensor:
+            token, k = divmod(m, each.count)
+            vector = torch.zeros_like(outputs)
+            vector[:, token] = each[k].view_as(outputs)[:, token]
+            return vector
+
+        return Factors(tokens * each.count, make, lambda: each.squares().view_as(outputs))
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """`e_y - p` for every token that counts."""
+        counted = targets != IGNORED
+        return super().score(outputs, targets.where(counted, 0)).mul_(counted[..., None])

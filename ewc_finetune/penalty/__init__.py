@@ -1,0 +1,1 @@
+"""The penalty of a stack of anchors."""

@@ -1,0 +1,191 @@
+"""Sums of Kronecker-factored blocks of one layer: where their common minimum lies, and the one block that stands in.
+
+A sum of Kronecker products is no Kronecker product. Two stand in for it: the one of the sum's partial traces, which is
+a weighted sum of the factors each, and the nearest by the Frobenius norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations_with_replacement
+
+import torch
+from torch import Tensor
+
+from ewc_finetune.choices import KfacSum
+from ewc_finetune.curvature.kronecker_block import Block
+from ewc_finetune.curvature.kronecker_factors import EXACT_EIGEN, Factor, Full, Truncated
+from ewc_finetune.errors import AnchorMismatchError
+from ewc_finetune.penalty.conjugate_gradients import solve
+
+# Of least squares in turn: how often, and by how much they still go where they stop.
+_TURNS, _STILL = 200, 1e-6
+# Of the centre: what is left of the pull, and after how many steps at the latest.
+_TOLERANCE, _ITERATIONS = 1e-6, 1000
+# What eigenvalues of a factor are too small to divide by, relative to the largest: they are known in float32.
+_LEAST = 1e-6
+
+
+def sum_of(blocks: Sequence[Block], how: KfacSum) -> Block:
+    """Return one block for the sum of several, in float64.
+
+    Args:
+        blocks: Of one layer. Those of fewer outputs, from before a head was expanded, are of its first ones.
+        how: `factors` takes the sum's partial traces for factors: `A = sum_k tr(G_k) A_k` and `G = sum_k tr(A_k) G_k`,
+            divided by the root of its trace each. It keeps the trace, and gives one and the same in any grouping.
+            `nearest` is the Kronecker product nearest to the sum by the Frobenius norm (Van Loan and Pitsianis 1993,
+            "Approximation with Kronecker products"); of blocks that have nothing in common it is the largest alone.
+
+    Raises:
+        AnchorMismatchError: if the blocks are of other parameters.
+    """
+    if len(blocks) == 1:
+        return blocks[0]
+    first = blocks[0]
+    for block in blocks:
+        if (block.names, block.transposed, block.input.size) != (first.names, first.transposed, first.input.size):
+            raise AnchorMismatchError(
+                f"the blocks of {block.layer} are of {', '.join(first.names)} with {first.input.size} inputs in one "
+                f"anchor and of {', '.join(block.names)} with {block.input.size} in another, and have no sum. Stack "
+                "the anchors instead"
+            )
+    inputs, outputs = _terms(blocks)
+    a, g = _partial_traces(inputs, outputs)
+    if how == "nearest":
+        a, g = _nearest(_products(inputs), _products(outputs), g)
+    return replace(first, input=_weighted(a, inputs), output=_weighted(g, outputs))
+
+
+def distance(block: Block, blocks: Sequence[Block]) -> float:
+    """Return the Frobenius norm of what a block differs by from the sum of several, relative to that of the sum."""
+    inputs, outputs = _terms([block, *blocks])
+    own = len(block.terms())
+    signs = torch.tensor([1.0] * own + [-1.0] * (len(inputs) - own), dtype=torch.float64)
+    products = _products(inputs) * _products(outputs)
+    whole = products[own:, own:].sum()
+    return ((signs @ products @ signs).clamp(min=0) / whole).sqrt().item() if whole > 0 else 0.0
+
+
+def stand_in(blocks: Sequence[Block]) -> Block:
+    """Return the block of the sum's partial traces by its eigenvectors, in float64: it nearly inverts the sum."""
+    block = sum_of(blocks, "factors")
+    large = max(block.input.size, block.output.size) > EXACT_EIGEN
+    narrow, wide = (torch.empty(0, dtype=dtype) for dtype in (torch.float32 if large else torch.float64, torch.float64))
+    factors = [factor.to(narrow).eigen().to(wide) for factor in (block.input, block.output)]
+    return replace(block, input=factors[0], output=factors[1])
+
+
+def _known(factor: Factor) -> Factor:
+    """Return a factor by its eigenvectors, without the eigenvalues that are rounding."""
+    found = factor.eigen()
+    least = found.largest() * _LEAST
+    values = torch.where(found.eigenvalues > least, found.eigenvalues, 0.0)
+    return replace(found, eigenvalues=values, rest=found.rest if found.rest > least else 0.0)
+
+
+def times_sum(blocks: Sequence[Block], matrix: Tensor) -> Tensor:
+    """Return the sum of the blocks times a matrix, of which each knows the first rows."""
+    total = torch.zeros_like(matrix)
+    for block in blocks:
+        rows = block.output.size
+        total[:rows] += block.times(matrix[:rows])
+    return total
+
+
+def _terms(blocks: Sequence[Block]) -> tuple[list[Factor], list[Factor]]:
+    """Return the factors, inputs and outputs, of the Kronecker products that the blocks are the sum of."""
+    terms = [term for block in blocks for term in block.terms()]
+    return [a for a, _ in terms], [g for _, g in terms]
+
+
+def _weighted(weights: Tensor, factors: Sequence[Factor]) -> Full:
+    size = max(factor.size for factor in factors)
+    total = torch.zeros(size, size, dtype=torch.float64)
+    for weight, factor in zip(weights.tolist(), factors, strict=True):
+        total[: factor.size, : factor.size] += weight * factor.matrix().double()
+    return Full(total)
+
+
+def _partial_traces(inputs: Sequence[Factor], outputs: Sequence[Factor]) -> tuple[Tensor, Tensor]:
+    """Return by how much each A, and each G, counts."""
+    a, g = (torch.tensor([factor.trace for factor in factors], dtype=torch.float64) for factors in (outputs, inputs))
+    root = (a * g).sum().sqrt()
+    return (a / root, g / root) if root > 0 else (torch.zeros_like(a), torch.zeros_like(g))
+
+
+def _nearest(of_inputs: Tensor, of_outputs: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Return likewise, from where G is: in turn the best A for that G, and the best G for that A."""
+    a = torch.zeros_like(g)
+    for _ in range(_TURNS):
+        before = torch.outer(a, g)
+        a = _best(of_outputs, g)
+        g = _best(of_inputs, a)
+        if (torch.outer(a, g) - before).abs().max() <= _STILL * before.abs().max():
+            break
+    # Of one size, as what a factor is by itself says nothing.
+    scale = ((g @ of_outputs @ g) / (a @ of_inputs @ a).clamp(min=1e-300)).sqrt().sqrt()
+    return a * scale, g / scale if scale > 0 else g
+
+
+def _best(products: Tensor, weights: Tensor) -> Tensor:
+    """Return the coefficients `<G_k, G> / <G, G>`, with `G = sum_k w_k G_k` and `products` those of the G_k."""
+    own = products @ weights
+    norm = weights @ own
+    return own / norm if norm > 0 else torch.zeros_like(own)
+
+
+def _products(factors: Sequence[Factor]) -> Tensor:
+    """Return the inner products of the factors with each other."""
+    found = torch.zeros(len(factors), len(factors), dtype=torch.float64)
+    for i, j in combinations_with_replacement(range(len(factors)), 2):
+        found[i, j] = found[j, i] = _product(factors[i], factors[j])
+    return found
+
+
+def _product(one: Factor, other: Factor) -> float:
+    if isinstance(one, Truncated) and isinstance(other, Truncated) and one.size == other.size:
+        # <V D V^T + r, W E W^T + s>, with D and E what the eigenvalues are above the rest
+        d, e = one.eigenvalues.double() - one.rest, other.eigenvalues.double() - other.rest
+        shared = d @ (one.vectors.double().T @ other.vectors.double()).square() @ e
+        return (shared + other.rest * d.sum() + one.rest * e.sum()).item() + one.rest * other.rest * one.size
+    size = min(one.size, other.size)
+    left, right = (factor.matrix()[:size, :size].double() for factor in (one, other))
+    return (left * right).sum().item()
+
+
+def centre_of(parts: Sequence[tuple[Block, Tensor]]) -> tuple[Tensor, float]:
+    """Find where `1/2 sum_k <D_k, G_k D_k A_k>` is least, with `D_k = X - centre_k`, and what it is there.
+
+    By conjugate gradients from the newest centre (as Tam et al. 2023, "Merging by matching models in task parameter
+    subspaces"), preconditioned with the block that stands in for the sum, until the pull is a millionth of what it was
+    there, or for 1,000 steps. What no block holds stays as it is.
+
+    Args:
+        parts: Blocks of one layer with their centres, oldest first; the ones with fewer rows know the first ones.
+
+    Returns:
+        X in float64, as many rows as the largest centre has, and the constant.
+    """
+    rows = max(len(centre) for _, centre in parts)
+    base = next(centre for _, centre in reversed(parts) if len(centre) == rows).double()
+    wide = base.new_empty(0)
+    held = [(block.to(wide), centre.double() - base[: len(centre)]) for block, centre in parts]
+    pull = torch.zeros_like(base)
+    for block, own in held:
+        pull[: len(own)] += block.times(own)
+    found = torch.zeros_like(base)
+    blocks = [block for block, _ in held]
+    if pull.any():
+        near = stand_in(blocks)
+        near = replace(near, input=_known(near.input), output=_known(near.output))
+
+        def inverse(matrix: Tensor) -> Tensor:
+            return near.spectral(matrix, lambda value: torch.where(value > 0, 1 / value, 0.0))
+
+        found = solve(lambda matrix: times_sum(blocks, matrix), pull, inverse, _TOLERANCE, _ITERATIONS)
+    constant = 0.0
+    for block, own in held:
+        away = found[: len(own)] - own
+        constant += 0.5 * (away * block.times(away)).sum().item()
+    return base + found, max(0.0, constant)

@@ -1,0 +1,186 @@
+"""A stack: several anchors with a lambda each, collapsed into one quadratic.
+
+A weighted sum of diagonal quadratics is a diagonal quadratic: with `F = sum_k lambda_k F_k` and
+`centre = sum_k lambda_k F_k theta*_k / F`,
+
+    sum_k lambda_k/2 F_k (theta - theta*_k)^2  =  1/2 F (theta - centre)^2 + constant
+
+so any number of anchors costs one anchor's memory and time, exactly. Where F = 0 the parameter is free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ewc_finetune.anchor.anchor import Anchor, refuse_zero
+from ewc_finetune.anchor.compatibility import check_together, is_grown
+from ewc_finetune.anchor.heads import of_one_head
+from ewc_finetune.anchor.lineage import had_a_part
+from ewc_finetune.choices import LINEAGES, Lineage, check_choice
+from ewc_finetune.curvature.kronecker_block import Block
+from ewc_finetune.errors import NonFiniteError, UsageError
+from ewc_finetune.modules.precision import wide
+from ewc_finetune.storage.lazy_tensors import TensorFile, shapes_of
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """`1/2 sum_i curvature_i (theta_i - centre_i)^2 + constant`.
+
+    Attributes:
+        curvature: Sum of lambda_k F_k by parameter name; float32, or float64 for float64 weights.
+        centre: The minimum, by parameter name, likewise.
+        constant: What the quadratic is at its centre, by parameter name: how much the anchors disagree.
+        blocks: Kronecker-factored blocks, which have no such sum: each anchor's own, lambda in it, with its centre.
+    """
+
+    curvature: dict[str, Tensor]
+    centre: dict[str, Tensor]
+    constant: dict[str, float]
+    blocks: list[tuple[Block, Tensor]] = field(default_factory=list)
+
+
+def spread_lambdas(lambdas: float | Sequence[float], anchors: int) -> list[float]:
+    """Return one lambda for each anchor; a single one serves all.
+
+    Raises:
+        UsageError: if one is negative or not a finite number, or they are neither one nor one for each anchor.
+    """
+    try:
+        values = [float(value) for value in (lambdas if isinstance(lambdas, Iterable) else [lambdas])]
+    except OverflowError as error:
+        raise UsageError("a lambda is too large for a float") from error
+    for value in values:
+        if not math.isfinite(value) or value < 0:
+            raise UsageError(f"lambda is {value}; expected a finite number, 0 or above")
+    if len(values) == 1:
+        values *= anchors
+    if len(values) != anchors:
+        raise UsageError(f"{len(values)} lambdas for {anchors} anchors; give one for all, or one for each anchor")
+    return values
+
+
+def collapse(
+    anchors: Sequence[Anchor],
+    lambdas: Sequence[float],
+    lineage: Lineage = "all",
+    *,
+    growing: Collection[str] = (),
+) -> Quadratic:
+    """Collapse anchors, oldest first, into one quadratic; accumulated in float64, one parameter at a time.
+
+    Anchors that were opened and not loaded are read one tensor at a time too, so that there is never more in memory
+    than the result and a few tensors.
+
+    Args:
+        anchors: Oldest first.
+        lambdas: One for each, 0 or above.
+        lineage: `all` pulls to each anchor's own weights (Kirkpatrick et al. 2017). `latest` moves the curvature of an
+            anchor that had a part in a later one's weights to those weights: they are the optimum under its pull
+            already, and pulling to its own once more counts its domain twice (Huszar, PNAS 2018).
+        growing: Parameters to which rows were added at the end: of those an anchor knows the first ones.
+
+    Raises:
+        AnchorMismatchError: if two anchors give one parameter different shapes, or have different likelihoods.
+        AnchorError: if the Fisher of a file is zero everywhere.
+        NonFiniteError: if a lambda times a Fisher is beyond the numbers.
+        UsageError: for `latest` with anchors that were never saved: lineages know anchors by their files' digests.
+    """
+    check_choice("lineage", lineage, LINEAGES)
+    if lineage == "latest" and len(anchors) > 1 and any(anchor.digest is None for anchor in anchors):
+        raise UsageError("lineage latest needs anchors that are saved: their digests tell who had a part in whom")
+    anchors = of_one_head(anchors, anchors[-1].provenance.head) if anchors else []
+    check_together(anchors, growing)
+    centres = [_latest(anchors, k, growing) if lineage == "latest" else anchor for k, anchor in enumerate(anchors)]
+    stacked = [part for part in zip(anchors, centres, lambdas, strict=True) if part[2] > 0]
+    # Of those that are read here for the first time it is not known yet that they hold anything.
+    useless = {
+        id(anchor): anchor
+        for anchor, _, _ in stacked
+        if isinstance(anchor.fisher, TensorFile) and (anchor.fisher or anchor.blocks)
+    }
+    found = Quadratic({}, {}, {})
+    for name in dict.fromkeys(name for anchor, _, _ in stacked for name in anchor.fisher):
+        holding = [part for part in stacked if name in part[0].fisher]
+        base = newest_whole([at for _, at, _ in stacked], [anchor for anchor, _, _ in holding], name)
+        newest = base.weights[name]
+        double = newest.dtype == torch.float64
+        newest = newest.double()
+        # Around the newest weights, so that one anchor alone keeps its weights to the bit:
+        # total = sum lambda F, pull = sum lambda F d, spread = sum lambda F d^2, with d = theta* - newest.
+        total, pull, spread = torch.zeros_like(newest), torch.zeros_like(newest), torch.zeros_like(newest)
+        constant = 0.0
+        for anchor, at, lam in holding:
+            weighted = anchor.fisher[name].double() * lam
+            if id(anchor) in useless and weighted.any():
+                del useless[id(anchor)]
+            rows = slice(len(weighted)) if name in growing else ...
+            total[rows] += weighted
+            constant += lam * anchor.provenance.constant.get(name, 0.0)
+            if at is not base:
+                difference = at.weights[name].double()[rows] - newest[rows]
+                pull[rows].addcmul_(weighted, difference)
+                spread[rows].addcmul_(weighted, difference.square_())
+        offset = torch.where(total > 0, pull / total, 0.0)
+        constant += 0.5 * (spread - offset * pull).clamp(min=0).sum().item()
+        found.curvature[name] = total if double else total.float()
+        found.centre[name] = (newest + offset) if double else (newest + offset).float()
+        if constant:
+            found.constant[name] = constant
+        if not found.curvature[name].isfinite().all():
+            raise NonFiniteError(
+                f"lambda times the Fisher of {name} is too large for its numbers; use a smaller lambda"
+            )
+    for anchor, at, lam in stacked:
+        for block in anchor.blocks.values():
+            if block.trace:
+                useless.pop(id(anchor), None)
+            bias = None if block.bias is None else at.weights[block.bias]
+            # Of a head that was expanded since, the block knows the first outputs.
+            centre = wide(block.join(at.weights[block.weight], bias))[: block.output.size]
+            found.blocks.append((scaled(block, lam), centre))
+            constant = lam * anchor.provenance.constant.get(block.weight, 0.0)
+            if constant:
+                found.constant[block.weight] = found.constant.get(block.weight, 0.0) + constant
+    for anchor in useless.values():
+        refuse_zero(anchor)
+    return found
+
+
+def scaled(block: Block, lam: float) -> Block:
+    """Return lambda times a block.
+
+    Raises:
+        NonFiniteError: if that is beyond the numbers.
+    """
+    found = replace(block, output=block.output.scaled(lam))
+    if not found.trace <= torch.finfo(torch.float32).max:  # of NaN neither
+        raise NonFiniteError(f"lambda times the block of {block.layer} is too large for its numbers")
+    return found
+
+
+def newest_whole(anchors: Sequence[Anchor], holding: Sequence[Anchor], name: str) -> Anchor:
+    """Return the newest of the anchors that has all rows of a parameter that those holding it know."""
+    shape = max((anchor.held_shapes()[name] for anchor in holding), key=tuple)
+    return next(anchor for anchor in reversed(anchors) if shapes_of(anchor.weights).get(name) == shape)
+
+
+def _latest(anchors: Sequence[Anchor], k: int, growing: Collection[str]) -> Anchor:
+    """Return the newest anchor in whose weights anchor k had a part; itself if there is none."""
+
+    def knows(later: Anchor) -> bool:
+        theirs = shapes_of(later.weights)
+        return all(
+            name in theirs and (theirs[name] == shape or (name in growing and is_grown(shape, theirs[name])))
+            for name, shape in anchors[k].held_shapes().items()
+        )
+
+    for later in reversed(anchors[k + 1 :]):
+        if had_a_part(anchors[k], later) and knows(later):
+            return later
+    return anchors[k]

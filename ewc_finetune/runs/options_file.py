@@ -1,0 +1,94 @@
+"""The options of a run by the names of the command line: as a command, as TOML, and read from a file."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from ewc_finetune.errors import StorageError, UsageError, suggest
+from ewc_finetune.runs.record import read_document
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# Options that no file may say: whose files may be replaced, and whose code may run, is for whoever gives the command.
+UNSAID = ("overwrite", "trust-code")
+_SHORT = {"lambdas": "lambda", "eval_on": "eval", "architecture": "arch"}
+
+
+def spoken(keyword: str) -> str:
+    """Return the name that an argument of `finetune` has on the command line, without its dashes in front."""
+    return _SHORT.get(keyword, keyword.replace("_", "-"))
+
+
+def to_command(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+    """Return the command line with these options, those left out that are what they are by default."""
+    words = ["ewc-ft", "finetune"]
+    for name, value in options.items():
+        if name in defaults and value == defaults[name]:
+            continue
+        for item in value if isinstance(value, list) else [value]:
+            words += [f"--{name}"] if item is True else [f"--{name}", _text(item)]
+    return shlex.join(words)
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+
+
+def to_toml(options: Mapping[str, Any]) -> str:
+    """Return these options as `--config` reads them; None has no place in TOML, and is left out."""
+    kept = {name: value for name, value in options.items() if value is not None and name not in UNSAID}
+    return tomli_w.dumps(kept)
+
+
+def read_config(path: Path, known: Collection[str], also: Collection[str] = ()) -> dict[str, Any]:
+    """Read options from a TOML file, a run folder, or its `run.json`.
+
+    Args:
+        path: Of the file.
+        known: The options that it may say, by their names on the command line.
+        also: Those that it may not.
+
+    Raises:
+        UsageError: for an option that there isn't, naming the nearest, or a value that none can have.
+        StorageError: if the file cannot be read.
+    """
+    if path.is_dir() or path.suffix == ".run" or path.name == "run.json":
+        found = read_document(path.parent if path.name == "run.json" else path)["options"]
+        return {name: value for name, value in found.items() if value is not None and name in known}
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise StorageError(f"there is no config at {path}") from None
+    except (OSError, ValueError) as error:  # TOML's own error is a ValueError
+        raise StorageError(f"{path} is no TOML file: {error}") from error
+    for name, value in found.items():
+        if name.replace("_", "-") in also:
+            raise UsageError(f"{path}: {name} cannot stand in a file; give it on the command line")
+        if name.replace("_", "-") not in known:
+            raise UsageError(f"{path}: there is no option {name!r}. {suggest(name, known)}")
+        if isinstance(value, dict):
+            raise UsageError(f"{path}: {name} is a table; options stand at the top, one to a line: {name} = ...")
+    return {name.replace("_", "-"): value for name, value in found.items()}
+
+
+def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, str]:
+    """Return what differs between two sets of options, each said in words."""
+    return {
+        name: f"{name} was {_shown(then.get(name))}, is {_shown(now.get(name))}"
+        for name in {**then, **now}
+        if now.get(name) != then.get(name)
+    }
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None or value == [] else json.dumps(value)

@@ -1,0 +1,1 @@
+"""The notations that data, architectures and ranges are written in."""

@@ -1,0 +1,1 @@
+"""Files: whole or not at all, checked, and read a tensor at a time."""

@@ -1,0 +1,1 @@
+"""Sweeps: many fine-tunes in a folder."""
