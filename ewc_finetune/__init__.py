@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from ewc_finetune.commands.consolidate import consolidate
     from ewc_finetune.commands.dry_run import dry_run
     from ewc_finetune.commands.evaluate import evaluate
-    from ewc_finetune.commands.finetune import Finetuned, finetune
+    from ewc_finetune.commands.finetune import finetune
     from ewc_finetune.commands.inspect import inspect
     from ewc_finetune.commands.merge import merge
     from ewc_finetune.commands.pull import Pulled, pull
     from ewc_finetune.commands.push import Pushed, push
     from ewc_finetune.commands.report import Report, report
-    from ewc_finetune.commands.sweep import Sweep, sweep
+    from ewc_finetune.commands.sweep import sweep
     from ewc_finetune.curvature.check_rule import check_rule
     from ewc_finetune.curvature.fisher import compute_fisher
     from ewc_finetune.curvature.rules import register_rule
@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from ewc_finetune.evaluation.cost import Estimate
     from ewc_finetune.evaluation.probe import Retention, measure
     from ewc_finetune.evaluation.score import Score
+    from ewc_finetune.finetuning.finetuned import Finetuned
     from ewc_finetune.penalty.penalty import Penalty
+    from ewc_finetune.sweeps.run import Sweep
 
 __all__ = [
     "Anchor",
@@ -77,7 +79,7 @@ _HOMES = {
     "Anchor": "anchor.anchor",
     "Estimate": "evaluation.cost",
     "EwcError": "errors",
-    "Finetuned": "commands.finetune",
+    "Finetuned": "finetuning.finetuned",
     "Inspection": "anchor.summary",
     "Penalty": "penalty.penalty",
     "Probe": "anchor.probe_tensors",
@@ -87,7 +89,7 @@ _HOMES = {
     "Report": "commands.report",
     "Retention": "evaluation.probe",
     "Score": "evaluation.score",
-    "Sweep": "commands.sweep",
+    "Sweep": "sweeps.run",
     "check_rule": "curvature.check_rule",
     "compute_fisher": "curvature.fisher",
     "consolidate": "commands.consolidate",

@@ -11,7 +11,7 @@ import ewc_finetune
 from ewc_finetune.cli import main
 
 PACKAGE = Path(ewc_finetune.__file__).parent
-OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w-])")
 COMMAND = re.compile(r"ewc-ft ([a-z]+)((?:(?!ewc-ft)[^.;:,\n])*)")
 
 

@@ -1,5 +1,6 @@
 """An option that does nothing is said, in one line, and only if it was given."""
 
+import dataclasses
 import json
 
 import pytest
@@ -10,7 +11,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
+from ewc_finetune.curvature.options import ConsolidateOptions
 from ewc_finetune.data.domain import as_domain
+from ewc_finetune.finetuning.options import FinetuneOptions
+from ewc_finetune.penalty.options import MergeOptions
 from ewc_finetune.runs import idle
 
 
@@ -99,12 +103,12 @@ def test_of_consolidate_and_merge(anchor):
 
 
 def test_what_is_listed_are_options():
-    for verb, rows in ((ewc.finetune, idle.FINETUNE), (ewc.consolidate, idle.CONSOLIDATE), (ewc.merge, idle.MERGE)):
-        known = {
-            **ewc.finetune.__kwdefaults__,
-            **verb.__kwdefaults__,
-            **dict.fromkeys(ewc.finetuning.schedule.Training.__annotations__),
-        }
+    for options, rows in (
+        (FinetuneOptions, idle.FINETUNE),
+        (ConsolidateOptions, idle.CONSOLIDATE),
+        (MergeOptions, idle.MERGE),
+    ):
+        known = {field.name for field in dataclasses.fields(options)}
         assert all(row.option in known for row in rows)
 
 

@@ -449,9 +449,10 @@ def test_versions_and_damage(tmp_path, monkeypatch, killing):
 
 
 def test_every_option_is_recorded():
-    from ewc_finetune.finetuning.options import defaults
+    from ewc_finetune.finetuning.options import FinetuneOptions
+    from ewc_finetune.finetuning.request import asked
 
-    known = defaults()
+    known = asked(FinetuneOptions())
     assert {field.name.replace("_", "-") for field in dataclasses.fields(Schedule)} <= known.keys()
     assert {"lambda", "eval", "arch", "anchors", "select-on", "freeze"} <= known.keys()
 
@@ -539,7 +540,7 @@ def test_two_at_once_do_not_write_one_run(tmp_path, monkeypatch, killing):
 def test_a_run_folder_that_cannot_be_made_takes_nothing_away(tmp_path, monkeypatch):
     tuned(output=tmp_path / "m.pt", architecture="x:Y")
     before = {path.name: path.read_bytes() for path in (tmp_path / "m.run").iterdir()}
-    monkeypatch.setattr("ewc_finetune.runs.folder.to_toml", lambda options: 1 / 0)
+    monkeypatch.setattr("ewc_finetune.runs.folder.to_toml", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tuned(output=tmp_path / "m.pt", architecture="x:Y", overwrite=True)
     assert {path.name: path.read_bytes() for path in (tmp_path / "m.run").iterdir()} == before

@@ -40,7 +40,7 @@ from ewc_finetune.checkpoint.formats.weights import Weights
 from ewc_finetune.checkpoint.location import is_on_hub
 from ewc_finetune.checkpoint.torchvision_weights import transform_of_weights
 from ewc_finetune.data.transform import Assumption, Transform
-from ewc_finetune.errors import CheckpointError, StorageError
+from ewc_finetune.errors import CheckpointError
 from ewc_finetune.hub.address import is_address, is_commit, parse_address
 from ewc_finetune.hub.anchor_files import anchor_in, fetch_with_parts, has_anchor, peek
 from ewc_finetune.hub.repository import Repository, look_up, remember
@@ -48,9 +48,9 @@ from ewc_finetune.modules.devices import random_state_kept
 from ewc_finetune.modules.finite import check_model
 from ewc_finetune.modules.task import Purpose
 from ewc_finetune.modules.wrappers import unwrapped
-from ewc_finetune.runs.record import read_document
-from ewc_finetune.storage.atomic import beside, sha256
+from ewc_finetune.storage.atomic import sha256
 from ewc_finetune.storage.shards import PART
+from ewc_finetune.storage.written import changed_since_written
 
 _TEXT = re.compile(rb"[\t\n\r\x20-\x7e\x80-\xff]+")
 # The formats that a file alone tells.
@@ -194,19 +194,8 @@ def load_checkpoint(path: str | Path, *, trust_code: bool = False) -> Checkpoint
     if is_on_hub(path):
         return _load_named(str(path))
     found = _load_path(Path(path), trust_code)
-    found.remarks += _changed_since(Path(path), found.sha256)
+    found.remarks += changed_since_written(Path(path), found.sha256)
     return found
-
-
-def _changed_since(path: Path, digest: str | None) -> tuple[str, ...]:
-    """Say so where the run that wrote a checkpoint recorded another digest."""
-    try:
-        written = read_document(beside(path, ".run")).get("written") or {}
-    except StorageError:
-        return ()
-    if written.get("file") != path.name or written.get("sha256") in (None, digest) or digest is None:
-        return ()
-    return (f"{path} is not what the run {beside(path, '.run')} wrote: it was changed, replaced or damaged since",)
 
 
 def _load_path(path: Path, trust_code: bool) -> Checkpoint:

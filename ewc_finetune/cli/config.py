@@ -9,19 +9,12 @@ from typing import Any, TypeVar
 import click
 
 from ewc_finetune.choices import OLD_WORDS
+from ewc_finetune.cli.declared import DeclaredOption
 from ewc_finetune.cli.printable import printable
 from ewc_finetune.errors import EwcError, UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Not said by a file: what is done with the command rather than in the run.
-_NEVER = {
-    *("config", "resume", "help", "dry-run", "quiet", "verbose", "json", "debug"),
-    *("overwrite", "trust-code", *OLD_WORDS),
-}
-
-# Parameters that may name code of somebody's, and what it would be.
-_NAMING = {"data": "data", "eval_on": "data", "select_on": "data", "model": "architecture", "arch": "architecture"}
 # Under what the context keeps which file said a parameter.
 _PATHS = "ewc_finetune.runs.options_file.paths"
 
@@ -57,10 +50,12 @@ def _take(context: click.Context, path: Path, of_run: Callable[[MutableMapping[s
 
     if context.resilient_parsing:  # a shell asks what may come next
         return
-    options = {_name(option): option for option in context.command.params if _name(option) not in _NEVER}
+    params = {_name(option): option for option in context.command.params}
+    options = {n: o for n, o in params.items() if isinstance(o, DeclaredOption) and o.declared.filed}
+    never = {*params, *OLD_WORDS, "help"} - {*options}
     known: dict[str, Any] = {}
     try:
-        found = read_config(path, options, _NEVER)
+        found = read_config(path, options, never)
         if of_run is not None and (path.is_dir() or path.name == "run.json"):
             of_run(found)
         for name, value in found.items():
@@ -81,7 +76,9 @@ def check_named(context: click.Context, note: Callable[[str], None]) -> None:
         EwcError: naming what is not, and the option to repeat on the command line.
     """
     paths = context.meta.get(_PATHS, {})
-    named = {name: paths[name] for name in _NAMING if name in paths and _is_from_file(context, name)}
+    declared = [option for option in context.command.params if isinstance(option, DeclaredOption)]
+    naming = {str(option.name): option.declared.code for option in declared if option.declared.code}
+    named = {name: paths[name] for name in naming if name in paths and _is_from_file(context, name)}
     if not named:
         return
     from ewc_finetune.checkpoint.architecture import names_code as code_of_architecture
@@ -94,14 +91,14 @@ def check_named(context: click.Context, note: Callable[[str], None]) -> None:
     for name, path in named.items():
         value, option = context.params[name], f"--{_name(options[name])}"
         texts = [value] if isinstance(value, str) else value or []
-        code_of = code_of_architecture if name in ("model", "arch") else code_of_data
+        code_of = code_of_architecture if naming[name] == "architecture" else code_of_data
         for text in dict.fromkeys(texts):
             head = None if name == "model" and is_there(text) else code_of(text)
             if head is None:
                 continue
             try:
                 with working_directory_on_path(first=True):
-                    find_own(head, _NAMING[name], option, UsageError, note)
+                    find_own(head, str(naming[name]), option, UsageError, note)
             except UsageError as error:
                 wrong.append(f"{path}: {error}")
     if wrong:

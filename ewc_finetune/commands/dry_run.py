@@ -5,33 +5,51 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ewc_finetune.commands.consolidate import consolidate
+from ewc_finetune.commands.consolidate import cost as cost_of_consolidation
+from ewc_finetune.commands.consolidate import plan as plan_consolidation
+from ewc_finetune.commands.finetune import finetune
+from ewc_finetune.commands.sweep import sweep
+from ewc_finetune.curvature.options import ConsolidateOptions
 from ewc_finetune.evaluation.cost import Estimate
+from ewc_finetune.finetuning.cost import cost as cost_of_finetuning
+from ewc_finetune.finetuning.options import FinetuneOptions
+from ewc_finetune.finetuning.plan import plan as plan_finetuning
+from ewc_finetune.progress import Progress, Silent
+from ewc_finetune.specs.options import check_keywords
+from ewc_finetune.sweeps.cost import cost as cost_of_sweep
+from ewc_finetune.sweeps.options import SweepOptions
+from ewc_finetune.sweeps.plan import plan as plan_sweep
 
 
-class _Checked(Exception):  # noqa: N818 - no error: it carries the estimate out of a verb
-    def __init__(self, estimate: Estimate) -> None:
-        self.estimate = estimate
-
-
-def dry_run(verb: Callable[..., object], *arguments: Any, **options: Any) -> Estimate:
+def dry_run(
+    command: Callable[..., object], model: Any, data: Any, *, progress: Progress | None = None, **options: Any
+) -> Estimate:
     """Do what `consolidate`, `finetune` or `sweep` does up to its first step, try a few batches, and write nothing.
 
     Models are left as they were.
 
     Args:
-        verb: One of the three.
-        arguments: Its arguments.
-        options: Likewise.
+        command: One of the three.
+        model: Its model.
+        data: Its data.
+        progress: Told what is assumed.
+        options: Its options.
 
     Raises:
-        EwcError: as the verb would.
+        EwcError: as the command would.
+        TypeError: if it is another one, or has no such option.
     """
+    if command not in _PLANS:
+        raise TypeError(f"{command} has no dry run; consolidate, finetune and sweep have one")
+    declared, plan, cost = _PLANS[command]
+    check_keywords(command.__name__, options, declared)
+    progress = progress or Silent()
+    return cost(plan(declared(model=model, data=data, **options), progress), progress)
 
-    def stop(estimate: Estimate) -> None:
-        raise _Checked(estimate)
 
-    try:
-        verb(*arguments, before_start=stop, **options)
-    except _Checked as checked:
-        return checked.estimate
-    raise TypeError(f"{verb} went on after its start")
+_PLANS: dict[Callable[..., object], tuple[Any, Callable[..., Any], Callable[..., Estimate]]] = {
+    finetune: (FinetuneOptions, plan_finetuning, cost_of_finetuning),
+    sweep: (SweepOptions, plan_sweep, cost_of_sweep),
+    consolidate: (ConsolidateOptions, plan_consolidation, cost_of_consolidation),
+}

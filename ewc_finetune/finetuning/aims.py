@@ -8,9 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ewc_finetune.anchor.anchor import Anchor
+from ewc_finetune.anchor.probe_tensors import records_of
+from ewc_finetune.errors import UsageError
 from ewc_finetune.evaluation.probe import Retention, least_unchanged
 from ewc_finetune.evaluation.score import Score
 from ewc_finetune.finetuning.best_state import merit
+from ewc_finetune.finetuning.options import FinetuneOptions
+from ewc_finetune.specs.options import is_number
 
 # By such a factor the first lambda is left.
 _FACTOR = 4.0
@@ -251,3 +256,47 @@ def _around(best: Trial, held: Sequence[Trial], value: Callable[[Trial], float])
         return strength / _FACTOR
     sides = max(below, key=_strength), min(above, key=_strength)
     return math.sqrt(strength * _strength(max(sides, key=value)))
+
+
+def aim_of(options: FinetuneOptions, chosen: Sequence[str], anchors: Sequence[Anchor]) -> Aim:
+    """Return what a search is to look for.
+
+    Args:
+        options: Of the fine-tune that it is for.
+        chosen: Names of the domains to select on.
+        anchors: That it is held by.
+
+    Raises:
+        UsageError: if two aims are asked for, or a share that is none or that no probe can tell.
+    """
+    tolerance, share = options.tolerance, options.retain
+    if not is_number(tolerance) or not 0 < tolerance < 1:
+        raise UsageError(f"tolerance is {tolerance}; expected a number, more than 0 and less than 1")
+    _check_retain(share, anchors)
+    if share is not None and chosen and options.lambdas == "auto":
+        raise UsageError("--lambda auto goes by --retain or by --select-on, not by both; leave one of them out")
+    if share is not None:
+        return Retaining(share, _holding_better(anchors, options.penalty_form))
+    return Best(chosen) if chosen else Within(tolerance)
+
+
+def _check_retain(retain: float | None, anchors: Sequence[Anchor]) -> None:
+    if retain is None:
+        return
+    if not is_number(retain) or not 0 < retain <= 1:
+        raise UsageError(f"retain is {retain}; expected a share of answers, more than 0 and up to 1")
+    if not any(probe.get("likelihood") != "gaussian" for anchor in anchors for probe in records_of(anchor.probes)):
+        raise UsageError(
+            "--retain goes by the answers to the probes in the anchors, and there is none in them (regressions have no "
+            "answers to compare); ewc-ft consolidate --probe N keeps one while the old data is at hand"
+        )
+
+
+def _holding_better(anchors: Sequence[Anchor], form: str) -> list[str]:
+    """Say what keeps more of what these anchors hold than any lambda does."""
+    found = ["anchors with more inputs in the probe (consolidate --probe), of which each counts for less"]
+    if any(anchor.provenance.curvature != "kfac" for anchor in anchors):
+        found.append("anchors of K-FAC (consolidate --curvature kfac)")
+    if form == "gradient":
+        found.append("--penalty-form proximal, whose steps are exact at any lambda")
+    return found

@@ -4,45 +4,51 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ewc_finetune.errors import UsageError
 from ewc_finetune.evaluation.cost import TRIED, Estimate, first_batches, watched_memory
 from ewc_finetune.evaluation.score import score
-from ewc_finetune.finetuning.plan import Setup
-from ewc_finetune.finetuning.schedule import Schedule
+from ewc_finetune.finetuning.job import Job, ready
+from ewc_finetune.finetuning.outputs import written_as
+from ewc_finetune.finetuning.plan import Plan
+from ewc_finetune.finetuning.record import found
+from ewc_finetune.finetuning.search_runs import trials_cost
 from ewc_finetune.finetuning.trainer import Trainer, count_steps
 from ewc_finetune.likelihood.base import Likelihood
 from ewc_finetune.modules.precision import float32_weights
-from ewc_finetune.progress import Silent
+from ewc_finetune.progress import Progress, Silent
+from ewc_finetune.storage.atomic import beside
 
 
-def estimate_finetuning(
-    job: Setup,
-    schedule: Schedule,
-    likelihood: Likelihood,
-    shuffle: torch.Generator,
-    device: torch.device,
-    files: Sequence[Path],
-    more: int = 0,
-) -> Estimate:
+def cost(todo: Plan, progress: Progress) -> Estimate:
     """Train for a few steps and score a few batches, and put the model back as it was.
 
     Args:
-        job: What is trained.
-        schedule: How.
-        likelihood: Gives the loss.
-        shuffle: Draws the order of the samples.
-        device: Where the model is.
-        files: What the run will write.
-        more: Epochs of training beside those of the schedule, with an evaluation each.
+        todo: What is to be done.
+        progress: Told what is assumed.
+
+    Raises:
+        EwcError: if model and data do not suit each other.
     """
+    if todo.earlier is not None:
+        raise UsageError("--dry-run is of whole runs; leave it out to go on with one, or leave out --resume")
+    files = [] if todo.output is None else [*written_as(todo.start, todo.output), beside(todo.output, ".run")]
+    with ready(todo, todo.strengths, progress) as job:
+        return replace(_tried(todo, job), files=tuple(files), found=found(todo, job, todo.strengths, None))
+
+
+def _tried(todo: Plan, job: Job) -> Estimate:
+    schedule, likelihood, device = todo.schedule, todo.likelihood, todo.device
+    shuffle = torch.Generator().manual_seed(todo.options.seed)
+    # Epochs of the short runs, with an evaluation each.
+    more = 0 if todo.options.lambdas != "auto" else trials_cost(schedule.epochs)
     model, size = job.start.model, schedule.batch_size
     each = replace(schedule, epochs=1).count_steps(job.domain.count_batches(size))
     steps = None if each is None else each * (schedule.epochs + more)
@@ -65,10 +71,10 @@ def estimate_finetuning(
     if schedule.eval_every is not None and steps is not None:
         evaluations = steps // schedule.eval_every + 1
     seconds = None if steps is None else steps * clock.step + scoring * evaluations
-    return Estimate({"steps": steps}, seconds, memory, tuple(files))
+    return Estimate({"steps": steps}, seconds, memory, ())
 
 
-def _scoring(job: Setup, n: int, likelihood: Likelihood, batch_size: int, device: torch.device) -> float | None:
+def _scoring(job: Job, n: int, likelihood: Likelihood, batch_size: int, device: torch.device) -> float | None:
     """Return how long scoring a watched domain will take; None where it has no number of samples."""
     domain, layout = job.watched[n]
     total = domain.count_batches(batch_size)

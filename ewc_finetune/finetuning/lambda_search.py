@@ -24,8 +24,6 @@ from ewc_finetune.errors import RetentionError, UsageError
 from ewc_finetune.finetuning.aims import Aim, Best, Trial
 from ewc_finetune.progress import Progress
 
-# How much of the plain run's accuracy may be lost.
-DEFAULT_TOLERANCE = 0.02
 # Held runs; with the plain one they are five.
 RUNS = 4
 # So many more, around the best one, where none of them will do, or the one that does is a large step from the rest.

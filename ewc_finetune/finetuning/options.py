@@ -1,77 +1,256 @@
-"""The options of a fine-tune, as they are recorded and compared."""
+"""The options of a fine-tune, each declared here and nowhere else (those that say how to train in `schedule`)."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
-from dataclasses import asdict, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from ewc_finetune.anchor.anchor import Anchor
-from ewc_finetune.data.domain import Domain
-from ewc_finetune.finetuning.schedule import Schedule
-from ewc_finetune.hub.address import HubAddress
-from ewc_finetune.runs.options_file import spoken
+from ewc_finetune.choices import (
+    DEVICES,
+    HEADS,
+    LIKELIHOODS,
+    LINEAGES,
+    PENALTY_FORMS,
+    Head,
+    LikelihoodName,
+    Lineage,
+    PenaltyForm,
+)
+from ewc_finetune.errors import UsageError
+from ewc_finetune.finetuning.schedule import Schedule, Training
+from ewc_finetune.specs.options import option
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ewc_finetune.anchor.anchor import Anchor
+
+# How much of the plain run's accuracy may be lost.
+DEFAULT_TOLERANCE = 0.02
 
 
-def defaults() -> dict[str, Any]:
-    """Return what `finetune` does unless it is told otherwise, by the names of the command line."""
-    return asked_by(None, None, {})
+def _strength(text: str) -> float | str:
+    if text == "auto":
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"{text!r} is neither auto nor a number") from None
 
 
-def asked_by(model: Any, data: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `finetune(model, data, **options)` is asked for, as it records it itself.
+@dataclass(frozen=True, kw_only=True)
+class Starting:
+    """What is adapted, and to what; see `FinetuneOptions`."""
+
+    data: Any = option(None, "The new domain.", required=True, metavar="DATA", code="data")
+    model: str | Path | nn.Module | None = option(
+        None,
+        "Start from this checkpoint, or from fresh weights of an architecture (mlp, cnn, torchvision:NAME, "
+        "package.module:Class).",
+        read=str,
+        metavar="MODEL",
+        unless="the newest anchor's weights",
+        code="architecture",
+    )
+    architecture: str | None = option(
+        None, "What to build for a checkpoint that doesn't say.", name="arch", metavar="ARCH", code="architecture"
+    )
+    trust_code: bool = option(
+        False,
+        "Let code in the checkpoint run (a pickled module): only for files whose maker you know and trust.",
+        filed=False,
+        sound=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """How the model is held; see `FinetuneOptions`."""
+
+    anchors: Anchor | str | Path | Sequence[Anchor | str | Path] = option(
+        (),
+        "An anchor to be held by; repeatable, oldest first. Without any it is plain training.",
+        many=True,
+        path="file",
+        metavar="FILE",
+        varied=True,
+    )
+    lambdas: float | Sequence[float] | Literal["auto"] | None = option(
+        None,
+        "Strength of the penalty: once for all anchors, or once for each; auto looks for the largest within "
+        "--tolerance, in five short runs.",
+        name="lambda",
+        read=_strength,
+        many=True,
+        alone="auto",
+        metavar="X|auto",
+        unless="100; 10 for anchors of K-FAC",
+        varied=True,
+    )
+    tolerance: float = option(
+        DEFAULT_TOLERANCE,
+        "Of --lambda auto: the share of plain fine-tuning's accuracy on the new domain that may be lost.",
+        metavar="X",
+    )
+    penalty_form: PenaltyForm = option(
+        "gradient",
+        "Add the penalty's gradient to the loss's, or take its exact implicit step after each of the optimizer's, "
+        "which is stable at any lambda.",
+        choices=PENALTY_FORMS,
+        varied=True,
+        setting="method",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapting:
+    """What else a run and the runs of a sweep have; see `FinetuneOptions`."""
+
+    lineage: Lineage = option(
+        "all",
+        "Of an anchor that had a part in a newer one: pull to its own weights all the same, or to the newest it had a "
+        "part in.",
+        choices=LINEAGES,
+        setting="method",
+    )
+    head: Head = option(
+        "shared",
+        "Share the last layer with the old domains; take a new one for the new domain's classes; or expand it by "
+        "outputs for new labels.",
+        choices=HEADS,
+        setting="method",
+    )
+    freeze: Sequence[str] = option((), "Parameters not to train (features.*); repeatable.", many=True, metavar="GLOB")
+    likelihood: LikelihoodName | None = option(
+        None,
+        "How outputs become the loss.",
+        choices=LIKELIHOODS,
+        unless="the anchors', else as the model was trained, else what a model folder says, else categorical",
+        setting="method",
+    )
+    eval_on: Sequence[Any] | Mapping[str, Any] | None = option(
+        None,
+        "A domain to score before training and at each evaluation; repeatable.",
+        name="eval",
+        read=str,
+        many=True,
+        metavar="DATA",
+        unless="the new one",
+        code="data",
+    )
+    select_on: Sequence[Any] = option(
+        (),
+        "A domain whose score says which state, or which lambda of auto, is the best; repeatable.",
+        read=str,
+        many=True,
+        metavar="DATA",
+        unless="the new one",
+        code="data",
+    )
+    retain: float | None = option(
+        None,
+        "The share of the answers to the anchors' probes that must stay as they were: what lambda auto looks for; a "
+        "run that falls below it is stopped.",
+        metavar="X",
+        sound=True,
+    )
+    tensorboard: bool = option(False, "Write the log for TensorBoard too, into the run folder.", sound=True)
+    device: str = option("auto", "Where to compute.", choices=DEVICES, sound=True)
+    data_dir: str | Path | None = option(
+        None,
+        "Where downloaded data lies or goes.",
+        path="folder",
+        unless="$EWC_FT_DATA, else ~/.cache/ewc-finetune/data",
+        sound=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions(Adapting, Schedule, Held, Starting):
+    """What `finetune` is asked for.
+
+    Attributes:
+        data: The new domain: a data spec (its train split unless it says), dataset or loader.
+        model: A module (trained in place, left in eval mode without gradients), a checkpoint file or model folder,
+            `hf:org/name`, `hf://org/name/file`, or an architecture such as `mlp` (fresh weights). None starts from the
+            weights of the last anchor.
+        architecture: What to build for a checkpoint that doesn't carry it.
+        trust_code: Whether code in the checkpoint may run (a pickled module).
+        anchors: Anchors, their files, or their addresses on the Hub (`hf://org/name`), oldest first.
+        lambdas: Strength of the penalty, one for all or one for each anchor; unless given 10 for those of K-FAC and 100
+            for others. `auto` looks for the largest that costs the new domain no more than `tolerance`, in five runs of
+            half as many epochs, on samples that are held out of it; see `search_lambda`.
+        tolerance: Of `auto`: the share of the plain run's accuracy that may be lost.
+        penalty_form: `gradient` adds the penalty's gradient to the loss's; `proximal` takes the exact implicit step of
+            the penalty after each of the optimizer's, which is stable at any lambda.
+        lineage: What an anchor pulls to that had a part in a later one: `all` to its own weights, `latest` to the later
+            one's, so that it doesn't count twice.
+        head: Whose the outputs are: `shared` by all domains; `new` replaces the last layer by a fresh one for the new
+            domain's classes (the old one stays in the anchor, see `evaluate`); `expand` adds outputs for labels that
+            the model has none for, and holds the old ones.
+        freeze: Patterns (`features.*`) of parameters that this run does not train.
+        likelihood: How outputs become the loss, -log p(y | x); the anchors' unless given, without any as in
+            `consolidate`.
+        eval_on: Domains to score before training and at each evaluation, a list of specs or datasets or a dict of such
+            by name (specs mean their test split unless they say); the test split of `data` unless given, where it has
+            one.
+        select_on: Of these, or beside them, the domains whose mean score, with the new one's if it is scored, says
+            which state is the best. `auto` then looks for the lambda with the best mean score over them and what is
+            held out of the new domain.
+        retain: The share of the answers to the anchors' probes (`consolidate --probe`) that must stay as they were:
+            `auto` looks for the smallest lambda that keeps it, in up to seven short runs, and goes no further if none
+            does. A run that has less of them, and no more for three evaluations, is stopped; one that ends with less
+            is refused.
+        tensorboard: Whether to write the log for TensorBoard too, into the run folder.
+        device: `auto`, `cpu`, `cuda` or `mps`.
+        data_dir: Where downloaded data lies.
+        output: Checkpoint to write, in the format of the one that the run starts from (fresh weights and modules
+            as a state dict); beside it goes the run folder, of the same name with `.run`.
+        overwrite: Whether these may be replaced.
+        resume: Folder of a run that was stopped, to go on with; everything else as it was then, but for options that
+            only say how or how long.
+        seed: Of fresh weights, the order of samples, and dropout.
 
     Raises:
         UsageError: if an option of training has a value that it cannot have.
     """
-    from ewc_finetune.commands.finetune import finetune
 
-    plain = {
-        name: parameter.default
-        for name, parameter in inspect.signature(finetune).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    }
-    training = {field.name for field in fields(Schedule)}
-    own = {name: value for name, value in options.items() if name not in training}
-    schedule = Schedule(**{name: value for name, value in options.items() if name in training})
-    return asked({**plain, **own, "model": model, "data": data}, schedule)
-
-
-def asked(arguments: Mapping[str, Any], schedule: Schedule) -> dict[str, Any]:
-    """Return the options of a run as JSON has them, by the names of the command line."""
-    unsaid = {"resume", "before_start", "progress", "training"}
-    given = {name: value for name, value in {**arguments, **asdict(schedule)}.items() if name not in unsaid}
-    given["anchors"] = listed(given["anchors"])
-    if given["lambdas"] not in (None, "auto"):
-        given["lambdas"] = listed(given["lambdas"])
-    return {spoken(name): _plain(value) for name, value in given.items()}
+    output: str | Path | None = option(
+        None,
+        "The new checkpoint; the run folder goes beside it.",
+        short="o",
+        path="any",
+        unless="named for the anchor and the data",
+    )
+    overwrite: bool = option(False, "Replace the output and its run folder if they exist.", filed=False, sound=True)
+    resume: str | Path | None = option(None, recorded=False)
+    seed: int = option(
+        0, "Of fresh weights, sample order and dropout.", least=0, most=2**63 - 1, varied=True, setting="training"
+    )
 
 
-def is_told(value: Any) -> bool:
-    """Whether a value is one that a command line can say."""
-    if isinstance(value, (list, tuple)):
-        return all(map(is_told, value))
-    return value is None or isinstance(value, (str, int, float, Path))
+class FinetuneArgs(Training, total=False):
+    """The arguments of `finetune` beside model and data, for type checkers; see `FinetuneOptions`."""
 
-
-def listed(value: Any) -> list[Any]:
-    """Return what may be given singly as a list, with addresses as texts."""
-    values = [value] if isinstance(value, (Anchor, HubAddress, str, Path, int, float)) else list(value)
-    return [str(item) if isinstance(item, HubAddress) else item for item in values]
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON has it; of what is no text or number, what to call it."""
-    if value is None or isinstance(value, (str, int, float, Path)):
-        return str(value) if isinstance(value, Path) else value
-    if isinstance(value, Anchor):
-        return value.label
-    if isinstance(value, Domain):
-        return value.name
-    if isinstance(value, Mapping):
-        return [_plain(item) for item in value.values()]
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return f"a {type(value).__name__}"
+    architecture: str | None
+    trust_code: bool
+    anchors: Anchor | str | Path | Sequence[Anchor | str | Path]
+    lambdas: float | Sequence[float] | Literal["auto"] | None
+    tolerance: float
+    penalty_form: PenaltyForm
+    lineage: Lineage
+    head: Head
+    freeze: Sequence[str]
+    likelihood: LikelihoodName | None
+    eval_on: Sequence[Any] | Mapping[str, Any] | None
+    select_on: Sequence[Any]
+    retain: float | None
+    tensorboard: bool
+    device: str
+    data_dir: str | Path | None
+    output: str | Path | None
+    overwrite: bool
+    resume: str | Path | None
+    seed: int

@@ -1,182 +1,185 @@
-"""What `finetune` works with: model, data and penalty, found to suit each other before the first step."""
+"""What a fine-tune will do: everything opened, checked and decided before anything is changed."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from ewc_finetune.anchor.anchor import Anchor
-from ewc_finetune.anchor.compatibility import remarks
-from ewc_finetune.anchor.heads import of_one_head
-from ewc_finetune.anchor.lineage import distinct, lineage_of
 from ewc_finetune.checkpoint.architecture import FORMS, looks_like_architecture
 from ewc_finetune.checkpoint.checkpoint import Record
 from ewc_finetune.checkpoint.formats.from_anchor import FromAnchor
 from ewc_finetune.checkpoint.location import is_there
 from ewc_finetune.checkpoint.open import Opened, open_checkpoint, open_fresh, open_model
-from ewc_finetune.choices import Head, LikelihoodName, Lineage, PenaltyForm
+from ewc_finetune.checkpoint.pin import fetched_anchors, pinned_model
+from ewc_finetune.choices import DEFAULT_LAMBDA, HEADS, LINEAGES, PENALTY_FORMS, LikelihoodName, check_choice
 from ewc_finetune.data.domain import Domain
-from ewc_finetune.data.layout import Layout
 from ewc_finetune.data.sources import resolve_domain, resolve_domains
-from ewc_finetune.errors import CheckpointError, UsageError
-from ewc_finetune.evaluation.chance import say_numbering
-from ewc_finetune.evaluation.compatibility import prepare
-from ewc_finetune.evaluation.presenting import presented, say_anchors
-from ewc_finetune.finetuning.head import class_names, give_head, head_names
+from ewc_finetune.errors import CheckpointError, Mistakes, UsageError
+from ewc_finetune.finetuning.aims import Aim, aim_of
+from ewc_finetune.finetuning.best_state import selecting
+from ewc_finetune.finetuning.fingerprint import identify
+from ewc_finetune.finetuning.options import FinetuneOptions
+from ewc_finetune.finetuning.outputs import check_outputs
+from ewc_finetune.finetuning.request import listed
+from ewc_finetune.finetuning.resume import check_options, output_of
+from ewc_finetune.finetuning.schedule import Schedule
 from ewc_finetune.likelihood.base import Likelihood
-from ewc_finetune.modules.heads import find_head
-from ewc_finetune.penalty.penalty import Penalty
-from ewc_finetune.progress import Progress, Silent
-from ewc_finetune.specs.patterns import matching
+from ewc_finetune.likelihood.registry import get_likelihood
+from ewc_finetune.modules.devices import choose_device
+from ewc_finetune.modules.modes import normalisation_layers
+from ewc_finetune.penalty.quadratic import spread_lambdas
+from ewc_finetune.progress import Progress
+from ewc_finetune.runs.idle import FINETUNE, say_idle
+from ewc_finetune.runs.record import Run, read_run, recover_run
 
 
 @dataclass(frozen=True)
-class Setup:
-    """A fine-tune before its first step.
+class Plan:
+    """What a fine-tune will do.
 
     Attributes:
-        start: The model, with the head that it is trained with.
-        domain: The new domain, as the model takes it.
-        layout: How its samples go into the model.
-        watched: The domains to score, likewise.
-        penalty: Of the anchors; None without any.
-        frozen: Parameters that this run alone does not train.
-        record: What is to be known of the model that is written.
-    """
-
-    start: Opened
-    domain: Domain
-    layout: Layout
-    watched: list[tuple[Domain, Layout]]
-    penalty: Penalty | None
-    frozen: tuple[nn.Parameter, ...]
-    record: Record
-
-    @contextlib.contextmanager
-    def freezing(self) -> Iterator[None]:
-        """Leave the frozen parameters without gradient inside the block."""
-        for parameter in self.frozen:
-            parameter.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for parameter in self.frozen:
-                parameter.requires_grad_(True)
-
-
-def set_up(
-    start: Opened,
-    domain: Domain,
-    scored: Sequence[Domain],
-    anchors: Sequence[Anchor],
-    strengths: Sequence[float],
-    likelihood: Likelihood,
-    *,
-    device: torch.device,
-    penalty_form: PenaltyForm,
-    lineage: Lineage,
-    head: Head,
-    freeze: Sequence[str],
-    seed: int,
-    written: bool,
-    undoing: contextlib.ExitStack,
-    progress: Progress,
-) -> Setup:
-    """Give the model its head, and match data and anchors with it.
-
-    Args:
-        start: The model, on `device`.
+        options: As they were asked for, with what is on the Hub at the commit that it is now.
+        schedule: How to train, with what was left open decided.
+        start: The model.
+        fresh: Whether its weights are.
+        anchors: Oldest first.
+        strengths: The lambda of each; where one is looked for, its multiple of that.
         domain: The new domain.
         scored: The domains to score.
-        anchors: Oldest first.
-        strengths: The lambda of each.
+        specs: The spec of each that has one.
+        chosen: Of these, the names of those that say which state is the best; None where nothing asks.
+        aim: What a search for lambda looks for.
         likelihood: Gives the loss.
-        device: Where the model is.
-        penalty_form: See `finetune`.
-        lineage: Likewise.
-        head: Likewise.
-        freeze: Likewise.
-        seed: Of a new head.
-        written: Whether the model will be written to a file.
-        undoing: Told how to put a changed head back.
-        progress: Told what is assumed.
+        device: Where to compute.
+        output: The checkpoint to write.
+        overwrite: Whether what is there may be replaced.
+        earlier: The run to go on with.
+    """
+
+    options: FinetuneOptions
+    schedule: Schedule
+    start: Opened
+    fresh: bool
+    anchors: list[Anchor]
+    strengths: list[float]
+    domain: Domain
+    scored: list[Domain]
+    specs: list[str | None]
+    chosen: tuple[str, ...] | None
+    aim: Aim
+    likelihood: Likelihood
+    device: torch.device
+    output: Path | None
+    overwrite: bool
+    earlier: Run | None
+
+    @cached_property
+    def identities(self) -> dict[str, Any]:
+        """What the run is made from, by digests and sizes."""
+        told = isinstance(self.options.data, str)
+        return identify(self.start, self.anchors, self.domain, self.scored, told, self.specs)
+
+
+def plan(options: FinetuneOptions, progress: Progress) -> Plan:
+    """Open and check everything that a fine-tune takes; what is wrong is said all at once, as far as it can be known.
+
+    Args:
+        options: What is asked for.
+        progress: Told what was left behind by others, and what is assumed.
 
     Raises:
-        EwcError: naming what does not suit.
+        EwcError: naming what is wrong with the model, an anchor, the data, an option or a file.
     """
-    domain = presented(domain, start, progress)
-    old = find_head(start.model) if head != "shared" else None
-    if old is not None:
-        undoing.callback(start.model.set_submodule, *old)
-        start = give_head(start, head, domain, seed, written, progress)
-    for remark in [
-        *(r for anchor in anchors for r in anchor.remarks),
-        *remarks(anchors, lineage, ("the model", start.record.head)),
-    ]:
-        progress.note(remark)
-    if head != "new":
-        say_numbering(domain, start, progress)
-    known, outputs = start.record, None if old is None else find_head(start.model)[1].out_features
-    layout, _ = prepare(start.model, domain, domain.likelihood(likelihood), device, known, progress, outputs)
-    say_anchors(anchors, layout, progress)
-    # Where nothing is known of the model, all its data are as the new domain says.
-    alike = start if known.input else replace(start, record=replace(known, input=layout.to_json()))
-    others = [presented(found, alike, Silent()) for found in scored]
-    watched = [(d, prepare(start.model, d, d.likelihood(likelihood), device, known, Silent())[0]) for d in others]
-    for other in others:
-        for remark in other.remarks:
-            progress.note(f"{other.name}: {remark}")
-    held = of_one_head(anchors, known.head)
-    growing = head_names(old) if head == "expand" else ()
-    job = Setup(start, domain, layout, watched, None, _frozen(start.model, freeze), known)
-    with job.freezing():
-        penalty = Penalty(start.model, held, strengths, penalty_form, lineage, growing=growing) if anchors else None
-    record = Record(
-        architecture=known.architecture,
-        input=layout.to_json(),
-        classes=class_names(known, domain, head),
-        head=known.head,
-        lineage=distinct([*known.lineage, *lineage_of(anchors, strengths)]),
-        frozen=known.frozen,
-        likelihood=likelihood.name,
-    )
-    return replace(job, penalty=penalty, record=record)
+    given, told = fetched_anchors(listed(options.anchors))
+    options = replace(options, model=pinned_model(options.model, progress), anchors=told)
+    output, earlier = None if options.output is None else Path(options.output), None
+    if options.resume is not None:
+        recover_run(Path(options.resume), progress.note)
+        earlier = read_run(Path(options.resume))
+        output = output_of(earlier, options.output)
+        check_options(earlier, options, progress)
+    mistakes = Mistakes()
+    anchors: list[Anchor] = []
+    for item in given:
+        with mistakes.noted():
+            anchors.append(item if isinstance(item, Anchor) else Anchor.open(item))
+    with mistakes.noted():
+        domain = resolve_domain(options.data, "train", options.data_dir)
+    if not mistakes.found:
+        with mistakes.noted():
+            start, fresh = _open_start(options, anchors, domain)
+    opened, overwrite = not mistakes.found, options.overwrite
+    with mistakes.noted():
+        if output is not None:
+            inputs = [options.model, *given]
+            overwrite = check_outputs(output, start if opened else None, overwrite, inputs, earlier, progress)
+    with mistakes.noted():
+        _check_words(options)
+    with mistakes.noted():
+        device = choose_device(options.device)
+    with mistakes.noted():
+        strengths = _strengths(options.lambdas, len(given), anchors)
+    if opened:
+        with mistakes.noted():
+            rule = get_likelihood(_likelihood_of(options.likelihood, anchors, start))
+        with mistakes.noted():
+            scored, specs = _scored(options, domain, anchors, progress)
+            scored, names = _also_selected(scored, specs, options.select_on, options.data_dir)
+            chosen = None
+            if options.keeps_best or options.patience is not None:
+                chosen = tuple(selecting(options.data, scored, specs, names))
+            aim = aim_of(options, names, anchors)
+    mistakes.check()
+    schedule = replace(options, norm_stats=options.norm_stats or ("update" if fresh else "frozen"))
+    facts = {"read": domain.read_singly, "normalised": bool(normalisation_layers(start.model))}
+    say_idle(options, FINETUNE, facts, progress)
+    start = replace(start, record=_known(start.record, anchors))
+    return Plan(
+        options, schedule, start, fresh, anchors, strengths, domain, scored, specs, chosen, aim, rule, device, output,
+        overwrite, earlier,
+    )  # fmt: skip
 
 
-def _frozen(model: nn.Module, patterns: Sequence[str]) -> tuple[nn.Parameter, ...]:
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    names = {name for pattern in patterns for name in matching(list(trained), pattern, "--freeze")}
-    if trained and len(names) == len(trained):
-        raise UsageError("no parameter is left to train: all are frozen")
-    return tuple(p for name, p in trained.items() if name in names)
+def _check_words(options: FinetuneOptions) -> None:
+    check_choice("penalty form", options.penalty_form, PENALTY_FORMS)
+    check_choice("lineage", options.lineage, LINEAGES)
+    check_choice("head", options.head, HEADS)
 
 
-def open_start(
-    model: str | Path | nn.Module | None,
-    architecture: str | None,
-    trust_code: bool,
-    anchors: Sequence[Anchor],
-    domain: Domain,
-    seed: int,
-) -> tuple[Opened, bool]:
+def _strengths(
+    lambdas: float | Sequence[float] | Literal["auto"] | None, given: int, anchors: Sequence[Anchor]
+) -> list[float]:
+    """Return lambda of each anchor; of so many that are given, not all need have been opened for one to be wrong."""
+    if lambdas == "auto":
+        least = min((DEFAULT_LAMBDA[anchor.provenance.curvature] for anchor in anchors), default=1.0)
+        return [DEFAULT_LAMBDA[anchor.provenance.curvature] / least for anchor in anchors]
+    if lambdas is None:
+        return [DEFAULT_LAMBDA[anchor.provenance.curvature] for anchor in anchors]
+    # Without anchors a lambda does nothing, but a wrong one is still an error.
+    return spread_lambdas(lambdas, given or 1)[:given]
+
+
+def _open_start(options: FinetuneOptions, anchors: Sequence[Anchor], domain: Domain) -> tuple[Opened, bool]:
     """Open what the run starts from; also return whether its weights are fresh."""
+    model, architecture = options.model, options.architecture
     if model is None:
         if not anchors:
             raise UsageError("there is nothing to start from; name --anchors, or a --model for plain training")
         return open_checkpoint(FromAnchor(anchors[-1]), architecture), False
     if isinstance(model, nn.Module) or is_there(model):
-        return open_model(model, architecture, trust_code=trust_code), False
+        return open_model(model, architecture, trust_code=options.trust_code), False
     if not looks_like_architecture(str(model)):
         raise CheckpointError(f"there is no checkpoint at {model}, and it names no architecture either: {FORMS}")
     if architecture is not None:
         raise UsageError(f"--model {model} is an architecture already; --arch says what a checkpoint file holds")
-    return open_fresh(str(model), _sample_shape(domain), domain.count_classes(), seed), True
+    return open_fresh(str(model), _sample_shape(domain), domain.count_classes(), options.seed), True
 
 
 def _sample_shape(domain: Domain) -> tuple[int, ...]:
@@ -186,7 +189,7 @@ def _sample_shape(domain: Domain) -> tuple[int, ...]:
     return tuple(sample.shape[1:])
 
 
-def likelihood_of(asked: LikelihoodName | None, anchors: Sequence[Anchor], start: Opened) -> str:
+def _likelihood_of(asked: LikelihoodName | None, anchors: Sequence[Anchor], start: Opened) -> str:
     """Return the name of the likelihood: as asked for, else the anchors', else the model's own (`Opened.likelihood`).
 
     Raises:
@@ -201,7 +204,7 @@ def likelihood_of(asked: LikelihoodName | None, anchors: Sequence[Anchor], start
     return known
 
 
-def known(record: Record, anchors: Sequence[Anchor]) -> Record:
+def _known(record: Record, anchors: Sequence[Anchor]) -> Record:
     """Return what is known of the model: one that was passed in knows nothing of its data, but its anchors do."""
     if anchors and not record.input:
         origin = anchors[-1].provenance
@@ -209,19 +212,14 @@ def known(record: Record, anchors: Sequence[Anchor]) -> Record:
     return record
 
 
-def watched_domains(
-    eval_on: Sequence[Any] | Mapping[str, Any] | None,
-    data: Any,
-    domain: Domain,
-    anchors: Sequence[Anchor],
-    data_dir: str | Path | None,
-    progress: Progress,
-    head: Head,
+def _scored(
+    options: FinetuneOptions, domain: Domain, anchors: Sequence[Anchor], progress: Progress
 ) -> tuple[list[Domain], list[str | None]]:
     """Return the domains to score, and the spec of each that has one.
 
     They are those asked for, else the test split of the new domain.
     """
+    eval_on, data, data_dir, head = options.eval_on, options.data, options.data_dir, options.head
     if head == "new" and anchors:
         progress.note(
             "domains are scored with the new head; for an old one's: ewc-ft evaluate CHECKPOINT --head ANCHOR"
@@ -242,7 +240,7 @@ def watched_domains(
     return found, [data for _ in found]
 
 
-def also_selected(
+def _also_selected(
     scored: Sequence[Domain], specs: list[str | None], select_on: Sequence[Any], data_dir: str | Path | None
 ) -> tuple[list[Domain], list[str]]:
     """Return the domains to score with those to select on among them, and the names of these; `specs` grows alike."""

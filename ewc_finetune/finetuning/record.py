@@ -1,28 +1,18 @@
-"""What `run.json` says of a run: what was asked for, and what that turned out to be."""
+"""What the options of a run turned out to be, as `run.json` has it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ewc_finetune.anchor.anchor import Anchor
+from ewc_finetune.finetuning.job import Job
 from ewc_finetune.finetuning.lambda_search import Search
-from ewc_finetune.finetuning.plan import Setup
-from ewc_finetune.finetuning.schedule import Schedule
-from ewc_finetune.likelihood.base import Likelihood
+from ewc_finetune.finetuning.plan import Plan
 
 
-def found(
-    job: Setup,
-    anchors: Sequence[Anchor],
-    strengths: Sequence[float],
-    likelihood: Likelihood,
-    schedule: Schedule,
-    search: Search | None,
-    identities: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return what the options of a run turned out to be; `identities` is what `identify` gave."""
+def found(plan: Plan, job: Job, strengths: Sequence[float], search: Search | None) -> dict[str, Any]:
+    """Return what the options of a run turned out to be."""
     start, domain = job.start, job.domain
     return {
         "model": start.label,
@@ -36,18 +26,18 @@ def found(
                 "lambda": strength,
                 "provenance": asdict(anchor.provenance),
             }
-            for anchor, strength in zip(anchors, strengths, strict=True)
+            for anchor, strength in zip(plan.anchors, strengths, strict=True)
         ],
         "data": {
             "spec": domain.name,
             "split": domain.split,
             "size": domain.size,
-            "digest": identities["the digest of the data"],
+            "digest": plan.identities["the digest of the data"],
         },
         "eval": [{"spec": d.name, "split": d.split, "size": d.size} for d, _ in job.watched],
         "input": job.layout.to_json(),
-        "likelihood": likelihood.name,
-        "norm_stats": schedule.norm_stats,
+        "likelihood": plan.likelihood.name,
+        "norm_stats": plan.schedule.norm_stats,
         "lambda_search": None if search is None else search.to_json(),
-        "identities": dict(identities),
+        "identities": dict(plan.identities),
     }

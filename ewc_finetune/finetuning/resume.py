@@ -8,34 +8,38 @@ from typing import Any
 
 from ewc_finetune._version import __version__
 from ewc_finetune.errors import UsageError
-from ewc_finetune.finetuning.schedule import Schedule
+from ewc_finetune.finetuning.options import FinetuneOptions
+from ewc_finetune.finetuning.request import asked
 from ewc_finetune.progress import Progress
 from ewc_finetune.runs.folder import versions
-from ewc_finetune.runs.options_file import UNSAID, differences
+from ewc_finetune.runs.options_file import differences
 from ewc_finetune.runs.record import Run
+from ewc_finetune.specs.options import names_of
 from ewc_finetune.storage.atomic import beside
 
 # What does not change what is trained: the run ends as it would have, but for rounding and what is drawn at random.
-SOUND = {"log-every", "device", "workers", "data-dir", "overwrite", "tensorboard", "retain", "trust-code"}
+SOUND = names_of(FinetuneOptions, lambda known: known.sound)
+_UNSAID = names_of(FinetuneOptions, lambda known: not known.filed)
 
 
-def check_options(run: Run, options: Mapping[str, Any], schedule: Schedule, progress: Progress) -> None:
+def check_options(run: Run, options: FinetuneOptions, progress: Progress) -> None:
     """Refuse to go on with other options than the run was started with, but for those that only say how or how long.
 
     Raises:
         UsageError: listing what differs.
     """
-    sound = SOUND if schedule.needs_total else {*SOUND, "epochs"}
-    if options["lambda"] == "auto":  # what is looked for, and for how long
+    sound = SOUND if options.needs_total else {*SOUND, "epochs"}
+    if options.lambdas == "auto":  # what is looked for, and for how long
         sound = sound - {"epochs", "retain"}
-    found = differences(options, run.document["options"])
+    then = run.document["options"]
+    found = differences({**asked(options), "output": then["output"]}, then)
     wrong = [text for name, text in found.items() if name not in sound]
     if wrong:
         raise UsageError(
             f"the run {run.path} cannot go on with other options: {'; '.join(wrong)}. Leave them out, or start "
             "another run with another --output"
         )
-    for text in (text for name, text in found.items() if name not in UNSAID):
+    for text in (text for name, text in found.items() if name not in _UNSAID):
         progress.note(f"going on with another option: {text}")
     now, then = versions(), run.document.get("versions") or {}
     if then.get("ewc_finetune") != __version__:

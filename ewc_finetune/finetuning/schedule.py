@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -18,9 +17,9 @@ from ewc_finetune.choices import (
     Keep,
     NormStats,
     OptimizerName,
-    check_choice,
 )
 from ewc_finetune.errors import UsageError
+from ewc_finetune.specs.options import check_declared, is_number, option
 
 
 class Training(TypedDict, total=False):
@@ -46,7 +45,7 @@ class Training(TypedDict, total=False):
     log_every: int | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """How to train.
 
@@ -80,30 +79,55 @@ class Schedule:
         UsageError: naming the option, its value and what is expected.
     """
 
-    epochs: int = 4
-    lr: float = 1e-4
-    batch_size: int = 100
-    optimizer: OptimizerName = "adam"
-    momentum: float = 0.9
-    weight_decay: float | None = None
-    accumulate: int = 1
-    clip: float | None = None
-    warmup: float = 0.0
-    decay: Decay = "constant"
-    amp: Amp | None = None
-    compile: bool = False
-    norm_stats: NormStats | None = None
-    workers: int = 0
-    eval_every: int | None = None
-    patience: int | None = None
-    keep: Keep | None = None
-    log_every: int | None = None
+    epochs: int = option(4, "Walks through the data.", least=0, setting="training")
+    lr: float = option(1e-4, "Learning rate.", setting="training")
+    batch_size: int = option(100, "Samples at once.", least=1, setting="training")
+    optimizer: OptimizerName = option("adam", "Torch's, with its own defaults.", choices=OPTIMIZERS, setting="training")
+    momentum: float = option(0.9, "Of sgd.", setting="training")
+    weight_decay: float | None = option(None, "The optimizer's own.", metavar="X", unless="0; of adamw 0.01")
+    accumulate: int = option(1, "Batches to a step.", least=1, metavar="N")
+    clip: float | None = option(None, "Largest norm of a step's gradient, the penalty's included.", metavar="X")
+    warmup: float = option(0.0, "Steps in which the learning rate rises; below 1 a share of all steps.", metavar="N")
+    decay: Decay = option(
+        "constant", "What the learning rate does then: it falls to 0 at the end, or not.", choices=DECAYS
+    )
+    amp: Amp | None = option(None, "Compute in half precision where that is safe.", choices=AMPS, unless="no")
+    compile: bool = option(False, "Train through torch.compile.")
+    norm_stats: NormStats | None = option(
+        None,
+        "Keep the running statistics of normalisation layers, or let them follow the new data.",
+        choices=NORM_STATS,
+        unless="frozen; update for fresh weights",
+        setting="training",
+    )
+    workers: int = option(
+        0, "Processes that read samples ahead, for data that is not in memory.", least=0, metavar="N", sound=True
+    )
+    eval_every: int | None = option(None, "Steps between evaluations.", least=1, metavar="N", unless="an epoch")
+    patience: int | None = option(
+        None,
+        "Stop early, after so many evaluations no better than the best.",
+        least=1,
+        metavar="N",
+        unless="never",
+    )
+    keep: Keep | None = option(
+        None,
+        "The state to write in the end; the other one stays in the run folder.",
+        choices=KEEPS,
+        unless="last; best with --patience",
+    )
+    log_every: int | None = option(
+        None,
+        "Steps between log lines.",
+        least=1,
+        metavar="N",
+        unless="50; fewer where there would be less than 20 lines",
+        sound=True,
+    )
 
     def __post_init__(self) -> None:
-        for name, least in _COUNTS.items():
-            value = getattr(self, name)
-            if value is not None and (not is_number(value) or value != int(value) or value < least):
-                raise UsageError(f"{_spoken(name)} is {value}; expected a whole number, at least {least}")
+        check_declared(self, Schedule)
         for name in ("lr", "clip"):
             value = getattr(self, name)
             if value is not None and not (is_number(value) and value > 0):
@@ -113,15 +137,11 @@ class Schedule:
         for name in ("weight_decay", "warmup"):
             value = getattr(self, name)
             if value is not None and not (is_number(value) and value >= 0):
-                raise UsageError(f"{_spoken(name)} is {value}; expected a finite number, 0 or above")
+                raise UsageError(f"{name.replace('_', ' ')} is {value}; expected a finite number, 0 or above")
         if self.warmup >= 1 and self.warmup != int(self.warmup):
             raise UsageError(f"warmup is {self.warmup}; expected a share below 1, or a whole number of steps")
         if not (is_number(self.momentum) and 0 <= self.momentum < 1):
             raise UsageError(f"momentum is {self.momentum}; expected 0 or above, and below 1")
-        for name, choices in _WORDS.items():
-            value = getattr(self, name)
-            if value is not None:
-                check_choice(_spoken(name), value, choices)
 
     @property
     def keeps_best(self) -> bool:
@@ -167,14 +187,3 @@ class Schedule:
 
 # Steps between two lines of the log, but for runs that would have fewer lines than these.
 _LOG_EVERY, _LINES = 50, 20
-_COUNTS = {"epochs": 0, "batch_size": 1, "accumulate": 1, "workers": 0, "eval_every": 1, "patience": 1, "log_every": 1}
-_WORDS = {"optimizer": OPTIMIZERS, "decay": DECAYS, "amp": AMPS, "norm_stats": NORM_STATS, "keep": KEEPS}
-
-
-def is_number(value: object) -> bool:
-    """Whether a value is a finite number, of numpy's too, and not true or false."""
-    return type(value) is not bool and isinstance(value, numbers.Real) and math.isfinite(value)
-
-
-def _spoken(name: str) -> str:
-    return name.replace("_", " ")

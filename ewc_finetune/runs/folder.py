@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ class RunFolder:
         options: Mapping[str, Any],
         command: str | None,
         identities: Mapping[str, Any] | None = None,
+        unsaid: Collection[str] = (),
     ) -> RunFolder:
         """Make a folder; its parent must exist.
 
@@ -72,6 +73,7 @@ class RunFolder:
             options: Everything that the run was told, by the names of the command line.
             command: The command line that says the same; None where none can.
             identities: What tells its model, anchors and data from others.
+            unsaid: Options that no file may say.
 
         Raises:
             StorageError: if there is such a folder already, or it can't be made.
@@ -102,7 +104,7 @@ class RunFolder:
             folder = cls(space.new(0), document)
             undoing.callback(folder._metrics.close)
             folder.update()
-            folder._write_options()
+            folder._write_options(unsaid)
             with _idle(real):
                 check_run_folder(path, overwrite)
                 with storage_errors(path):
@@ -130,15 +132,15 @@ class RunFolder:
             raise StorageError(f"the run {path} is finished; start another one from its checkpoint")
         return folder
 
-    def take_up(self, options: Mapping[str, Any], command: str | None) -> None:
+    def take_up(self, options: Mapping[str, Any], command: str | None, unsaid: Collection[str] = ()) -> None:
         """Record that the run goes on, with these options."""
         self.document.pop("ended", None)
         self.update(status="running", options=dict(options), command=command)
-        self._write_options()
+        self._write_options(unsaid)
 
-    def _write_options(self) -> None:
+    def _write_options(self, unsaid: Collection[str]) -> None:
         with atomic_write(self.path / "run.toml") as temporary:
-            temporary.write_text(to_toml(self.document["options"]), encoding="utf-8")
+            temporary.write_text(to_toml(self.document["options"], unsaid), encoding="utf-8")
 
     def __enter__(self) -> RunFolder:
         return self

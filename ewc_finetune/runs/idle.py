@@ -5,14 +5,12 @@ What can never be right is refused where it is checked. What is listed here is o
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from ewc_finetune.finetuning.schedule import Schedule
 from ewc_finetune.progress import Progress
-from ewc_finetune.runs.options_file import spoken
+from ewc_finetune.specs.options import spoken
 
 Options = Mapping[str, Any]
 
@@ -74,21 +72,21 @@ MERGE = (
 )
 
 
-def say_idle(verb: Callable[..., object], idle: tuple[Idle, ...], options: Options, progress: Progress) -> None:
+def say_idle(options: Any, idle: tuple[Idle, ...], facts: Mapping[str, Any], progress: Progress) -> None:
     """Say which options do nothing, of those that are not as they are by default.
 
     Args:
-        verb: Whose options they are.
+        options: Of a command.
         idle: What there is to say of them.
-        options: Those that were given, and what else is to be known: whether samples are `read` one by one, and whether
-            the model is `normalised` by any layer.
+        facts: What else is to be known: whether samples are `read` one by one, and whether the model is `normalised` by
+            any layer.
         progress: Told.
     """
-    defaults = asdict(Schedule()) | {name: p.default for name, p in inspect.signature(verb).parameters.items()}
-    known = {**defaults, **options}
+    defaults = {one.name: one.default for one in fields(options)}
+    known = {**{name: getattr(options, name) for name in defaults}, **facts}
     for row in idle:
         value, default = known[row.option], defaults[row.option]
         given = value is not None if default is None else value != default
-        if given and value != [] and row.when(known):
-            name = f"no-{spoken(row.option)}" if default is True else spoken(row.option)
+        if given and value not in ([], ()) and row.when(known):
+            name = f"no-{spoken(options, row.option)}" if default is True else spoken(options, row.option)
             progress.note(f"--{name} does nothing: {row.why.format_map(known)}")

@@ -19,15 +19,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# Options that no file may say: whose files may be replaced, and whose code may run, is for whoever gives the command.
-UNSAID = ("overwrite", "trust-code")
-_SHORT = {"lambdas": "lambda", "eval_on": "eval", "architecture": "arch"}
-
-
-def spoken(keyword: str) -> str:
-    """Return the name that an argument of `finetune` has on the command line, without its dashes in front."""
-    return _SHORT.get(keyword, keyword.replace("_", "-"))
-
 
 def to_command(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
     """Return the command line with these options, those left out that are what they are by default."""
@@ -44,9 +35,14 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
 
 
-def to_toml(options: Mapping[str, Any]) -> str:
-    """Return these options as `--config` reads them; None has no place in TOML, and is left out."""
-    kept = {name: value for name, value in options.items() if value is not None and name not in UNSAID}
+def to_toml(options: Mapping[str, Any], unsaid: Collection[str]) -> str:
+    """Return these options as `--config` reads them; None has no place in TOML, and is left out.
+
+    Args:
+        options: By their names on the command line.
+        unsaid: Those that no file may say.
+    """
+    kept = {name: value for name, value in options.items() if value is not None and name not in unsaid}
     return tomli_w.dumps(kept)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import multiprocessing
 import os
 import signal
@@ -15,12 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection, resource_tracker
 from multiprocessing.context import SpawnProcess
-from typing import Any
 
 import torch
-from torch import nn
 
 from ewc_finetune.errors import UsageError
+from ewc_finetune.finetuning.options import FinetuneOptions
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.storage import signals
 
@@ -36,45 +34,47 @@ class Job:
 
     Attributes:
         name: What to call it.
-        options: Of `finetune`.
+        options: Of it.
     """
 
     name: str
-    options: dict[str, Any]
+    options: FinetuneOptions
 
 
+# What makes a fine-tune.
+Make = Callable[[FinetuneOptions, Progress], object]
 # A job's name, and why it failed, if it did.
 Done = tuple[str, str | None]
 
 
 def run_jobs(
-    jobs: Sequence[Job], model: Any, data: Any, at_once: int, started: Callable[[str], Progress]
+    jobs: Sequence[Job],
+    finetune: Make,
+    at_once: int,
+    started: Callable[[str], Progress],
 ) -> Generator[Done, None, None]:
     """Make fine-tunes, and yield each as it ends; one that fails does not end the others.
 
     Args:
         jobs: What to make, in this order.
-        model: Where all of them start; a module is copied for each.
-        data: The new domain.
+        finetune: Makes one; in another process it must be one that can be imported there.
         at_once: How many at a time; more than one run in processes of their own, which share this one's threads.
         started: Called with the name of each as it begins; what it returns is told how that goes, in this process.
 
     Raises:
-        UsageError: if model or data cannot be sent to another process.
+        UsageError: if model, data or options cannot be sent to another process.
     """
     if at_once > 1 and len(jobs) > 1:
-        yield from _in_processes(jobs, model, data, at_once, started)
+        yield from _in_processes(jobs, finetune, at_once, started)
         return
     for job in jobs:
-        yield job.name, _make(model, data, job.options, started(job.name))
+        yield job.name, _make(finetune, job.options, started(job.name))
 
 
-def _make(model: Any, data: Any, options: dict[str, Any], progress: Progress) -> str | None:
+def _make(finetune: Make, options: FinetuneOptions, progress: Progress) -> str | None:
     """Make one fine-tune; return why it failed, if it did."""
-    from ewc_finetune.commands.finetune import finetune
-
     try:
-        finetune(copy.deepcopy(model) if isinstance(model, nn.Module) else model, data, progress=progress, **options)
+        finetune(options, progress)
     except Exception as error:  # noqa: BLE001 - whatever is wrong with one run, the others may be right
         return str(error).strip() or type(error).__name__
     return None
@@ -83,18 +83,12 @@ def _make(model: Any, data: Any, options: dict[str, Any], progress: Progress) ->
 class _Worker:
     """A process that makes one fine-tune after another."""
 
-    def __init__(self, model: Any, data: Any, threads: int) -> None:
+    def __init__(self, finetune: Make, threads: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.job = ""
-        self.process: SpawnProcess = context.Process(target=_work, args=(theirs, model, data, threads))
-        try:
-            self.process.start()
-        except Exception as error:  # whatever pickle says of what it cannot take
-            raise UsageError(
-                "several jobs at once need a model and data that other processes can have, and these cannot be sent "
-                f"there ({error}). Name files and data specs, or leave --jobs at 1"
-            ) from error
+        self.process: SpawnProcess = context.Process(target=_work, args=(theirs, finetune, threads))
+        self.process.start()
         theirs.close()
 
     def begin(self, job: Job) -> None:
@@ -106,8 +100,8 @@ class _Worker:
             return  # the process is gone, which `result` will say
         except Exception as error:  # whatever pickle says of what it cannot take
             raise UsageError(
-                f"several jobs at once need options that other processes can have, and these cannot be sent there "
-                f"({error}). Name files and data specs, or leave --jobs at 1"
+                "several jobs at once need a model, data and options that other processes can have, and these cannot "
+                f"be sent there ({error}). Name files and data specs, or leave --jobs at 1"
             ) from error
 
     def result(self) -> tuple[str | None, bool]:
@@ -129,7 +123,7 @@ class _Worker:
 
 
 def _in_processes(
-    jobs: Sequence[Job], model: Any, data: Any, at_once: int, started: Callable[[str], Progress]
+    jobs: Sequence[Job], finetune: Make, at_once: int, started: Callable[[str], Progress]
 ) -> Generator[Done, None, None]:
     threads = max(1, torch.get_num_threads() // at_once)
     waiting, workers = deque(jobs), list[_Worker]()
@@ -139,7 +133,7 @@ def _in_processes(
         while waiting or workers:
             while waiting and len(workers) < at_once:
                 with _deaf_to_interrupts():  # until it is known here
-                    workers.append(_Worker(model, data, threads))
+                    workers.append(_Worker(finetune, threads))
                 workers[-1].begin(waiting.popleft())
                 started(workers[-1].job)
             # The system takes the wait up again after a signal, so that it must end by itself.
@@ -186,17 +180,17 @@ def _deaf_to_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _work(orders: connection.Connection, model: Any, data: Any, threads: int) -> None:
+def _work(orders: connection.Connection, finetune: Make, threads: int) -> None:
     """Make fine-tunes as they are asked for, in a process of its own."""
-    signals.run(partial(_obey, orders, model, data, threads), silent=True)
+    signals.run(partial(_obey, orders, finetune, threads), silent=True)
 
 
-def _obey(orders: connection.Connection, model: Any, data: Any, threads: int) -> None:
+def _obey(orders: connection.Connection, finetune: Make, threads: int) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     with contextlib.suppress(EOFError):
         while (options := orders.recv()) is not None:
-            orders.send(_make(model, data, options, Silent()))
+            orders.send(_make(finetune, options, Silent()))
 
 
 def _end_with_parent() -> None:

@@ -1,0 +1,57 @@
+"""What a fine-tune gave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ewc_finetune.choices import NormStats
+from ewc_finetune.evaluation.probe import Retention
+from ewc_finetune.evaluation.score import Score
+from ewc_finetune.finetuning.lambda_search import Search
+from ewc_finetune.finetuning.training_loss import TrainingLoss
+
+
+@dataclass(frozen=True)
+class Finetuned:
+    """What a fine-tune gave.
+
+    Attributes:
+        model: The adapted model; the caller's own where a module was passed.
+        before: Score on every evaluated domain before the first step.
+        after: The same of the state that the run ended with.
+        history: The lines of `metrics.jsonl`.
+        search: How lambda was found, if it was looked for.
+        steps: Optimizer steps taken.
+        step: The one whose state this is: the last, or the best; 0 is the start.
+        training_loss: How the loss of its own batches went; None if no step was taken.
+        retention: What the state has kept of the answers to the anchors' probes.
+        norm_stats: What was done with normalisation statistics.
+        lineage: The anchors that have pulled on the model, for `consolidate`; a checkpoint file carries them itself.
+        head: What is known of its last layer, if it was given a new one; likewise.
+        output: The checkpoint file, where one was written.
+        run: The run folder, where one was written.
+    """
+
+    model: nn.Module
+    before: list[Score]
+    after: list[Score]
+    history: list[dict[str, Any]]
+    search: Search | None
+    steps: int
+    step: int
+    training_loss: TrainingLoss | None
+    retention: list[Retention]
+    norm_stats: NormStats
+    lineage: list[dict[str, Any]]
+    head: dict[str, Any] | None
+    output: Path | None
+    run: Path | None
+
+    def __repr__(self) -> str:
+        scores = [f"{b.domain} {b.main} to {a.main}" for b, a in zip(self.before, self.after, strict=True)]
+        parts = [f"{self.steps:,} steps", *scores, *([] if self.output is None else [str(self.output)])]
+        return f"<Finetuned {type(self.model).__name__}: {', '.join(parts)}>"

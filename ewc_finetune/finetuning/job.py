@@ -1,0 +1,156 @@
+"""A fine-tune before its first step: model, data and penalty, found to suit each other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from ewc_finetune.anchor.compatibility import remarks
+from ewc_finetune.anchor.heads import of_one_head
+from ewc_finetune.anchor.lineage import distinct, lineage_of
+from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.open import Opened
+from ewc_finetune.data.domain import Domain
+from ewc_finetune.data.layout import Layout
+from ewc_finetune.errors import UsageError
+from ewc_finetune.evaluation.chance import say_numbering
+from ewc_finetune.evaluation.compatibility import prepare
+from ewc_finetune.evaluation.presenting import presented, say_anchors
+from ewc_finetune.finetuning.head import class_names, give_head, head_names
+from ewc_finetune.finetuning.notes import say
+from ewc_finetune.finetuning.plan import Plan
+from ewc_finetune.modules.devices import on_device, random_state_kept
+from ewc_finetune.modules.heads import find_head
+from ewc_finetune.penalty.penalty import Penalty
+from ewc_finetune.progress import Progress, Silent
+from ewc_finetune.specs.patterns import matching
+
+
+@dataclass(frozen=True)
+class Job:
+    """A fine-tune before its first step.
+
+    Attributes:
+        start: The model, with the head that it is trained with.
+        domain: The new domain, as the model takes it.
+        layout: How its samples go into the model.
+        watched: The domains to score, likewise.
+        penalty: Of the anchors; None without any.
+        frozen: Parameters that this run alone does not train.
+        record: What is to be known of the model that is written.
+        undoing: What puts a changed head back; closed when the job is done with, unless it was taken over.
+    """
+
+    start: Opened
+    domain: Domain
+    layout: Layout
+    watched: list[tuple[Domain, Layout]]
+    penalty: Penalty | None
+    frozen: tuple[nn.Parameter, ...]
+    record: Record
+    undoing: contextlib.ExitStack
+
+    @contextlib.contextmanager
+    def freezing(self) -> Iterator[None]:
+        """Leave the frozen parameters without gradient inside the block."""
+        with _frozen_in(self.frozen):
+            yield
+
+
+@contextlib.contextmanager
+def ready(plan: Plan, strengths: Sequence[float], progress: Progress) -> Iterator[Job]:
+    """Give the model its head, and match data and anchors with it; it is on the plan's device inside the block.
+
+    Args:
+        plan: What is to be done.
+        strengths: The lambda of each anchor.
+        progress: Told what is assumed.
+
+    Raises:
+        EwcError: naming what does not suit.
+    """
+    with (
+        on_device(plan.start.model, plan.device),
+        random_state_kept(plan.device, plan.options.seed),
+        contextlib.ExitStack() as undoing,
+    ):
+        job = _matched(plan, strengths, undoing, progress)
+        say(progress, job.start, plan.anchors, strengths, job.penalty, plan.schedule, plan.fresh)
+        yield job
+
+
+def _matched(plan: Plan, strengths: Sequence[float], undoing: contextlib.ExitStack, progress: Progress) -> Job:
+    start, options, anchors = plan.start, plan.options, plan.anchors
+    domain = presented(plan.domain, start, progress)
+    old = find_head(start.model) if options.head != "shared" else None
+    if old is not None:
+        undoing.callback(start.model.set_submodule, *old)
+        start = give_head(start, options.head, domain, options.seed, options.output is not None, progress)
+    for remark in [
+        *(r for anchor in anchors for r in anchor.remarks),
+        *remarks(anchors, options.lineage, ("the model", start.record.head)),
+    ]:
+        progress.note(remark)
+    if options.head != "new":
+        say_numbering(domain, start, progress)
+    known, outputs = start.record, None if old is None else find_head(start.model)[1].out_features
+    rule = domain.likelihood(plan.likelihood)
+    layout, _ = prepare(start.model, domain, rule, plan.device, known, progress, outputs)
+    say_anchors(anchors, layout, progress)
+    watched = _watched(plan, start, layout, progress)
+    growing = head_names(old) if old is not None and options.head == "expand" else ()
+    frozen = _frozen(start.model, options.freeze)
+    with _frozen_in(frozen):
+        held = of_one_head(anchors, known.head)
+        penalty = (
+            Penalty(start.model, held, strengths, options.penalty_form, options.lineage, growing=growing)
+            if anchors
+            else None
+        )
+    record = Record(
+        architecture=known.architecture,
+        input=layout.to_json(),
+        classes=class_names(known, domain, options.head),
+        head=known.head,
+        lineage=distinct([*known.lineage, *lineage_of(anchors, strengths)]),
+        frozen=known.frozen,
+        likelihood=plan.likelihood.name,
+    )
+    return Job(start, domain, layout, watched, penalty, frozen, record, undoing)
+
+
+def _watched(plan: Plan, start: Opened, layout: Layout, progress: Progress) -> list[tuple[Domain, Layout]]:
+    """Return the domains to score with how their samples go into the model."""
+    known = start.record
+    # Where nothing is known of the model, all its data are as the new domain says.
+    alike = start if known.input else replace(start, record=replace(known, input=layout.to_json()))
+    found = []
+    for scored in plan.scored:
+        domain = presented(scored, alike, Silent())
+        rule = domain.likelihood(plan.likelihood)
+        found.append((domain, prepare(start.model, domain, rule, plan.device, known, Silent())[0]))
+        for remark in domain.remarks:
+            progress.note(f"{domain.name}: {remark}")
+    return found
+
+
+def _frozen(model: nn.Module, patterns: Sequence[str]) -> tuple[nn.Parameter, ...]:
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    names = {name for pattern in patterns for name in matching(list(trained), pattern, "--freeze")}
+    if trained and len(names) == len(trained):
+        raise UsageError("no parameter is left to train: all are frozen")
+    return tuple(p for name, p in trained.items() if name in names)
+
+
+@contextlib.contextmanager
+def _frozen_in(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)

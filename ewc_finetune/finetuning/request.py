@@ -1,0 +1,59 @@
+"""What a fine-tune is asked for, as JSON has it and as a command line says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ewc_finetune.anchor.anchor import Anchor
+from ewc_finetune.data.domain import Domain
+from ewc_finetune.finetuning.options import FinetuneOptions
+from ewc_finetune.hub.address import HubAddress
+from ewc_finetune.runs.options_file import to_command
+from ewc_finetune.specs.options import declared, spoken
+
+
+def asked(options: FinetuneOptions) -> dict[str, Any]:
+    """Return the options of a run as JSON has them, by the names of the command line."""
+    found = {}
+    for one, known in declared(options):
+        if known.recorded:
+            value = getattr(options, one.name)
+            many = one.name == "anchors" or (one.name == "lambdas" and value not in (None, "auto"))
+            found[spoken(options, one.name)] = _plain(listed(value) if many else value)
+    return found
+
+
+def command_of(options: FinetuneOptions) -> str | None:
+    """Return the command line that a run is repeated by; None where it was given what no command line can say."""
+    given = (options.model, options.data, options.anchors, options.eval_on, options.select_on)
+    return to_command(asked(options), asked(FinetuneOptions())) if all(map(_is_told, given)) else None
+
+
+def _is_told(value: Any) -> bool:
+    """Whether a value is one that a command line can say."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_told, value))
+    return value is None or isinstance(value, (str, int, float, Path))
+
+
+def listed(value: Any) -> list[Any]:
+    """Return what may be given singly as a list, with addresses as texts."""
+    values = [value] if isinstance(value, (Anchor, HubAddress, str, Path, int, float)) else list(value)
+    return [str(item) if isinstance(item, HubAddress) else item for item in values]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it; of what is no text or number, what to call it."""
+    if value is None or isinstance(value, (str, int, float, Path)):
+        return str(value) if isinstance(value, Path) else value
+    if isinstance(value, Anchor):
+        return value.label
+    if isinstance(value, Domain):
+        return value.name
+    if isinstance(value, Mapping):
+        return [_plain(item) for item in value.values()]
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return f"a {type(value).__name__}"

@@ -1,0 +1,116 @@
+"""The options of `merge`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from ewc_finetune.choices import (
+    KFAC_SUMS,
+    LINEAGES,
+    MERGED_HEADS,
+    CurvatureDtype,
+    KfacDtype,
+    KfacSum,
+    Lineage,
+    MergedHead,
+)
+from ewc_finetune.curvature.options import Storing
+from ewc_finetune.specs.options import option
+
+if TYPE_CHECKING:
+    from ewc_finetune.curvature.kronecker_factors import Rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summing:
+    """How anchors become one; see `MergeOptions`."""
+
+    anchors: Any = option(())
+    output: str | Path | None = option(None, "The merged anchor.", short="o", path="file", required=True)
+    lambdas: float | Sequence[float] = option(
+        1.0,
+        "Strength relative to the others: once for all anchors, or once for each.",
+        name="lambda",
+        many=True,
+        unless="1",
+    )
+    online: bool = option(False, "The running form: older curvature fades, and the newest weights count.")
+    gamma: float = option(1.0, "What stays of older curvature at each anchor; online.")
+    lineage: Lineage = option(
+        "all",
+        "Of an anchor that had a part in a newer one: its own weights count, or the newest it had a part in.",
+        choices=LINEAGES,
+    )
+    head: MergedHead = option(
+        "shared",
+        "expand: the last layer got more outputs from one to the next, and older anchors hold the first ones.",
+        choices=MERGED_HEADS,
+    )
+    kfac_sum: KfacSum = option(
+        "factors",
+        "What stands for a sum of K-FAC blocks: the block of the weighted sums of their factors, or the nearest one.",
+        choices=KFAC_SUMS,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions(Storing, Summing):
+    """What `merge` is asked for.
+
+    Attributes:
+        anchors: Anchors or their files, oldest first; a merged one is an anchor like any other.
+        output: File to save the anchor to; not saved unless given.
+        lambdas: One for all or one for each, relative to each other: the merged anchor gets a lambda when it is used.
+        online: Take the running form instead: `F <- gamma F + lambda_k F_k` from the oldest to the newest, with the
+            newest one's weights for the centre (Schwarz et al. 2018, "Progress & compress").
+        gamma: How much of the older curvature stays at each newer anchor, 0 to 1; `online` alone.
+        lineage: See `collapse`; offline alone.
+        head: `expand` for anchors of which the last layer got more outputs from one to the next: those of fewer
+            outputs hold the first ones. What one anchor alone knows of a layer that was replaced is left out anyway.
+        kfac_sum: The block for a sum of blocks: that of weighted sums of the `factors`, which keeps the trace, or the
+            `nearest` by the Frobenius norm, which may let a small anchor go (see `kronecker_sum.sum_of`).
+        kfac_rank: What is kept of its factors, as in `consolidate`, whatever was kept of the parents'.
+        kfac_dtype: Likewise, in which precision.
+        curvature_dtype: In which the diagonal is stored, as in `consolidate`, whatever the parents' is.
+        probes: Whether to keep the parents' probes, the samples of data in them; those of a parent with another last
+            layer than the newest are left out anyway.
+        name: What to call it; the parents' names joined by `+` unless given.
+        checkpoint: File to write the centre to as a model, in the format of the newest parent's checkpoint.
+        architecture: What to build for that model; what the newest parent carries unless given.
+        overwrite: Whether existing files may be replaced.
+    """
+
+    probes: bool = option(
+        True, "Keep the samples of data that are in the anchors; without them, an anchor may be shared with anybody."
+    )
+    name: str | None = option(None, "What to call the merged anchor.", unless="the names, joined by +")
+    checkpoint: str | Path | None = option(
+        None, "Write the centre of the stack as a model too: the Fisher-weighted mean of the parents.", path="file"
+    )
+    architecture: str | None = option(
+        None, "What to build for that model, if the newest anchor doesn't say.", name="arch", metavar="ARCH"
+    )
+    overwrite: bool = option(False, "Replace the output and the checkpoint if they exist.")
+
+
+class MergeArgs(TypedDict, total=False):
+    """The arguments of `merge` beside the anchors, for type checkers; see `MergeOptions`."""
+
+    output: str | Path | None
+    lambdas: float | Sequence[float]
+    online: bool
+    gamma: float
+    lineage: Lineage
+    head: MergedHead
+    kfac_sum: KfacSum
+    kfac_rank: Rank
+    kfac_dtype: KfacDtype
+    curvature_dtype: CurvatureDtype
+    probes: bool
+    name: str | None
+    checkpoint: str | Path | None
+    architecture: str | None
+    overwrite: bool

@@ -1,0 +1,127 @@
+"""How an option is declared: once, as a field of a command's dataclass.
+
+From the fields come the command line's options, the keyword arguments of the function, what a run records and reads
+back, and what may differ between two runs that are compared.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, Literal
+
+from ewc_finetune.choices import check_choice
+from ewc_finetune.errors import UsageError, suggest
+
+_KEY = "option"
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is to be known of an option beside its field's name, type and default.
+
+    Attributes:
+        help: A line for `--help`; none where only Python has the option.
+        name: On the command line, without its dashes; the field's unless given.
+        short: Its letter there.
+        read: Makes a value of a text, raising `UsageError`; by the field's type unless given.
+        path: What it is the path of, where it is one.
+        least: The smallest value, of a whole number.
+        most: The largest.
+        choices: The words that it may be.
+        metavar: What its value is called in the help.
+        many: Whether it may be given several times.
+        alone: A value that stands for all of many, and is given alone.
+        required: Whether it must be given, once.
+        unless: What the help says of the default, where the value does not.
+        recorded: Whether a run records it.
+        filed: Whether a file may say it: whose files may be replaced, and whose code may run, is for whoever gives the
+            command.
+        sound: Whether a run that goes on may have another one: what is trained stays the same, but for rounding.
+        varied: Whether the runs of a sweep differ in it.
+        code: What its value names that may be somebody's code.
+        setting: Whether runs are told apart by it where they are compared; `training` for what a plain run and a held
+            one should share.
+    """
+
+    help: str | None = None
+    name: str = ""
+    short: str | None = None
+    read: Callable[[str], Any] | None = None
+    path: Literal["file", "folder", "any"] | None = None
+    least: int | None = None
+    most: int | None = None
+    choices: Sequence[str] = ()
+    metavar: str | None = None
+    many: bool = False
+    alone: str | None = None
+    required: bool = False
+    unless: str | None = None
+    recorded: bool = True
+    filed: bool = True
+    sound: bool = False
+    varied: bool = False
+    code: Literal["data", "architecture"] | None = None
+    setting: Literal["training", "method"] | None = None
+
+
+def option(default: Any = MISSING, help: str | None = None, **more: Any) -> Any:  # noqa: A002 - as click calls it
+    """Return the field of an option; see `Option`."""
+    return field(default=default, metadata={_KEY: Option(help, **more)})
+
+
+def declared(options: Any) -> Iterator[tuple[Field[Any], Option]]:
+    """Go through the options of a dataclass, with what is known of each."""
+    for one in fields(options):
+        found: Option = one.metadata[_KEY]
+        yield one, found
+
+
+def spoken(options: Any, name: str) -> str:
+    """Return the name on the command line of a field, without its dashes."""
+    found: Option = next(one for one in fields(options) if one.name == name).metadata[_KEY]
+    return found.name or name.replace("_", "-")
+
+
+def names_of(options: Any, which: Callable[[Option], object]) -> set[str]:
+    """Return the names on the command line of the options of which something holds."""
+    return {spoken(options, one.name) for one, found in declared(options) if which(found)}
+
+
+def check_declared(options: Any, only: Any = None) -> None:
+    """Refuse whole numbers and words that are none of those that are declared.
+
+    Args:
+        options: An object of the dataclass.
+        only: A part of it, whose fields alone are checked.
+
+    Raises:
+        UsageError: naming the option, its value and what is expected.
+    """
+    for one, found in declared(only or options):
+        value, name = getattr(options, one.name), one.name.replace("_", " ")
+        if value is None or isinstance(value, (list, tuple)):
+            continue
+        if found.least is not None and (not is_number(value) or value != int(value) or value < found.least):
+            raise UsageError(f"{name} is {value}; expected a whole number, at least {found.least}")
+        if found.choices:
+            check_choice(name, value, found.choices)
+
+
+def check_keywords(function: str, given: Mapping[str, Any], options: Any) -> None:
+    """Refuse an argument that there isn't, as Python would, naming the nearest.
+
+    Raises:
+        TypeError: if there is one.
+    """
+    known = {one.name for one in fields(options)}
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{function}() has no argument {name!r}. {suggest(name, known)}")
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a finite number, of numpy's too, and not true or false."""
+    return type(value) is not bool and isinstance(value, numbers.Real) and math.isfinite(value)

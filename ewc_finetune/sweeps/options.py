@@ -1,0 +1,149 @@
+"""The options of a sweep, beside those that its runs have from `finetuning.options`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ewc_finetune.choices import PENALTY_FORMS, Head, LikelihoodName, Lineage, PenaltyForm
+from ewc_finetune.errors import UsageError
+from ewc_finetune.finetuning.options import Adapting, FinetuneOptions, Starting
+from ewc_finetune.finetuning.schedule import Schedule, Training
+from ewc_finetune.specs.options import option
+from ewc_finetune.specs.ranges import read_lambdas, read_seeds
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ewc_finetune.anchor.anchor import Anchor
+
+DEFAULT_LAMBDAS = (1.0, 10.0, 100.0, 1000.0, 10000.0)
+
+
+def _stack(text: str) -> tuple[str, ...]:
+    # A comma may also be a part of a file's name.
+    with contextlib.suppress(OSError):  # a name that is too long is no file's
+        if Path(text).exists():
+            return (text,)
+    names = tuple(text.split(","))
+    if not all(names):
+        raise UsageError(f"{text!r} has an empty name in it; expected anchors joined by commas")
+    return names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """What the runs of a sweep differ in; see `SweepOptions`."""
+
+    anchors: Any = option(
+        (),
+        "A stack to try: an anchor, or several that pull together, joined by commas, oldest first. Repeat it to "
+        "compare stacks, such as anchors of other curvatures; each is tried with every lambda.",
+        read=_stack,
+        many=True,
+        metavar="FILE[,FILE]",
+    )
+    lambdas: Sequence[float] = option(
+        DEFAULT_LAMBDAS,
+        "Strengths to try: a number, several (1,10,100), or LOW..HIGH:N, which are N values evenly spaced in "
+        "logarithms; repeatable. Each is that of all anchors of a stack.",
+        name="lambda",
+        read=read_lambdas,
+        many=True,
+        metavar="X",
+        unless="1..10000:5",
+    )
+    penalty_forms: Sequence[PenaltyForm] = option(
+        ("gradient",),
+        "A form of the penalty to try; repeatable.",
+        name="penalty-form",
+        many=True,
+        choices=PENALTY_FORMS,
+        unless="gradient",
+    )
+    seeds: Sequence[int] = option(
+        (0,),
+        "Seeds whose mean each point is: a number, several (0,1,2), or 0..4; repeatable.",
+        name="seed",
+        read=read_seeds,
+        many=True,
+        metavar="N",
+        unless="0",
+    )
+    plain: bool = option(True, "Make a run without penalty too, for each seed.", unless="yes")
+    jobs: int = option(1, "Runs at a time, in as many processes.", least=1, metavar="N")
+    discard: bool = option(False, "Remove the checkpoints in the end, but for those of the knee.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(Adapting, Schedule, Grid, Starting):
+    """What `sweep` is asked for.
+
+    Attributes:
+        anchors: The stacks to try: each an anchor, or a sequence of anchors that pull together, oldest first.
+        lambdas: Strengths to try, each for all anchors of a stack.
+        penalty_forms: Forms of the penalty to try.
+        seeds: Each point is tried with all of them, and is their mean.
+        plain: Whether to make a run without penalty too, for each seed.
+        jobs: How many runs at a time. More than one are made in processes of their own, which share this one's threads;
+            they are spawned, so a script needs `if __name__ == "__main__":`.
+        discard: Whether to remove the checkpoints in the end, but for those of the knee and of the best mean.
+        output: The folder of the sweep.
+        overwrite: Whether runs in it that were made with other options may be replaced.
+
+    The others are those of `FinetuneOptions`, and of its runs. `eval_on` names an old domain and the new one, unless
+    the anchors have probes; of data without a spec the new one is that of the same name, else the last.
+
+    Raises:
+        UsageError: if an option of training has a value that it cannot have.
+    """
+
+    output: str | Path | None = option(
+        None,
+        "The folder of the sweep.",
+        short="o",
+        path="any",
+        metavar="FOLDER",
+        unless="named for the first anchor and the data, with .sweep",
+    )
+    overwrite: bool = option(
+        False, "Replace runs in the folder that were made with other options.", filed=False, sound=True
+    )
+
+    def of_run(self, **own: Any) -> FinetuneOptions:
+        """Return the options of one of its runs.
+
+        Args:
+            own: Those that the runs of a sweep differ in.
+        """
+        shared = {one.name: getattr(self, one.name) for part in (Starting, Schedule, Adapting) for one in fields(part)}
+        return FinetuneOptions(**{**shared, **own})
+
+
+class SweepArgs(Training, total=False):
+    """The arguments of `sweep` beside model and data, for type checkers; see `SweepOptions`."""
+
+    anchors: Anchor | str | Path | Sequence[Anchor | str | Path | Sequence[Anchor | str | Path]]
+    lambdas: Sequence[float]
+    penalty_forms: Sequence[PenaltyForm]
+    seeds: Sequence[int]
+    plain: bool
+    jobs: int
+    discard: bool
+    output: str | Path
+    overwrite: bool
+    architecture: str | None
+    trust_code: bool
+    lineage: Lineage
+    head: Head
+    freeze: Sequence[str]
+    likelihood: LikelihoodName | None
+    eval_on: Sequence[Any] | Mapping[str, Any] | None
+    select_on: Sequence[Any]
+    retain: float | None
+    tensorboard: bool
+    device: str
+    data_dir: str | Path | None
