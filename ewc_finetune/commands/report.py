@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ewc_finetune.errors import StorageError, UsageError
+from ewc_finetune.finetuning.options import FinetuneOptions
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.reporting.comparison import grouped
 from ewc_finetune.reporting.outcome import Outcome, outcome_of
 from ewc_finetune.reporting.page import GENERATOR, Part, part_of, render
 from ewc_finetune.runs.record import Run, read_run, recover_run
+from ewc_finetune.specs.options import settings
 from ewc_finetune.storage.atomic import atomic_write, check_output
 
 NAME = "report.html"
@@ -100,7 +102,7 @@ def report(
     read = [read_run(folder) for folder in folders]
     begun = [run for run in read if run.document.get("found") is not None]
     outcomes = [_in_its_sweep(outcome_of(run)) for run in begun or map(_begun, read)]
-    parts = [part_of(group) for group in grouped(outcomes)]
+    parts = [part_of(group) for group in grouped(outcomes, settings(FinetuneOptions))]
     page = render(parts, title)
     with atomic_write(path, overwrite=overwrite or derived) as temporary:
         temporary.write_bytes(page.encode("utf-8", errors="replace"))

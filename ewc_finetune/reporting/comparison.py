@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,6 @@ from ewc_finetune.reporting.figure import Figure
 from ewc_finetune.reporting.measures import Measure, measure_of, short
 from ewc_finetune.reporting.outcome import Outcome, data_key, said_of, sentence
 
-# Options that change what a run learns, beside its anchors and lambda.
-_SETTINGS = (
-    "epochs", "lr", "batch-size", "optimizer", "momentum", "norm-stats", "penalty-form", "lineage", "head",
-    "likelihood", "seed",
-)  # fmt: skip
-# Those that a plain run and the one beside it should share.
-_OF_TRAINING = ("epochs", "lr", "batch-size", "optimizer", "momentum", "norm-stats", "seed")
 _COLOURS = ("k0", "k2", "k3", "k4", "k5")
 
 
@@ -33,6 +26,8 @@ class Group:
         old: The old domains that all of them were scored on, as far as they were on any.
         main: The run to look at first: the best held one.
         best: Whether it was found to be the best of several.
+        settings: Options that change what a run learns, beside its anchors and lambda; and whether they are of its
+            training, which a plain run and the one beside it should share.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -40,6 +35,7 @@ class Group:
     old: tuple[str, ...]
     main: Outcome
     best: bool
+    settings: Mapping[str, bool]
 
     def retention(self, outcome: Outcome) -> float | None:
         """Return what a run kept: its mean score on the old domains, or what the probes say where none was scored."""
@@ -61,7 +57,7 @@ class Group:
         plain = [one for one in self.outcomes if not one.held and one.after and one.finished]
         if not outcome.held or not plain:
             return None
-        return max(plain, key=lambda one: sum(_option(one, key) == _option(outcome, key) for key in _OF_TRAINING))
+        return max(plain, key=lambda one: -len(self._unlike(one, outcome)))
 
     @property
     def sentence(self) -> str:
@@ -78,12 +74,16 @@ class Group:
 
     def differing(self) -> list[str]:
         """Return the options in which the runs differ, beside anchors and lambda."""
-        return [key for key in _SETTINGS if len({_option(one, key) for one in self.outcomes}) > 1]
+        return [key for key in self.settings if len({_option(one, key) for one in self.outcomes}) > 1]
 
     def unlike_plain(self, outcome: Outcome) -> list[str]:
         """Return the options of training in which a run differs from the plain one beside it."""
         plain = self.plain_for(outcome)
-        return [] if plain is None else [k for k in _OF_TRAINING if _option(plain, k) != _option(outcome, k)]
+        return [] if plain is None else self._unlike(plain, outcome)
+
+    def _unlike(self, one: Outcome, other: Outcome) -> list[str]:
+        of_training = [name for name, is_of_training in self.settings.items() if is_of_training]
+        return [name for name in of_training if _option(one, name) != _option(other, name)]
 
     def frontier(self) -> Figure | None:
         """Draw retention against plasticity, a point for each run; None where fewer than two have both."""
@@ -155,15 +155,21 @@ def draw_frontier(
     return Figure("Frontier", scatter(curves, x, y, title, chosen), legend, reading)
 
 
-def grouped(outcomes: Sequence[Outcome]) -> list[Group]:
-    """Put runs on the same new data together; groups with a penalty to look at come first."""
+def grouped(outcomes: Sequence[Outcome], settings: Mapping[str, bool]) -> list[Group]:
+    """Put runs on the same new data together; groups with a penalty to look at come first.
+
+    Args:
+        outcomes: What came of each run.
+        settings: See `Group`.
+    """
     groups: dict[Any, list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault(data_key(outcome.target), []).append(outcome)
-    return sorted(map(_group, groups.values()), key=lambda group: not any(one.held for one in group.outcomes))
+    found = [_group(group, settings) for group in groups.values()]
+    return sorted(found, key=lambda group: not any(one.held for one in group.outcomes))
 
 
-def _group(outcomes: Sequence[Outcome]) -> Group:
+def _group(outcomes: Sequence[Outcome], settings: Mapping[str, bool]) -> Group:
     measure = measure_of([score for one in outcomes for score in (*one.before.values(), *one.after.values())])
     scored = [set(one.old) for one in outcomes if one.old]
     common = set.intersection(*scored) if scored else set()
@@ -179,7 +185,7 @@ def _group(outcomes: Sequence[Outcome]) -> Group:
         if best is None or good > most:
             best, most = one, good
     main = best or next(iter([one for one in held if one.finished] or held or outcomes))
-    return Group(tuple(outcomes), measure, old, main, best is not None and len(held) > 1)
+    return Group(tuple(outcomes), measure, old, main, best is not None and len(held) > 1, settings)
 
 
 def _option(outcome: Outcome, key: str) -> str:

@@ -285,7 +285,7 @@ def _unscaled(value: float | None, scale: float) -> float | None:
 def trade_off(rows: Sequence[Row]) -> Tradeoff:
     """Put the runs of a sweep beside each other."""
     done = [row.outcome for row in rows if row.outcome is not None]
-    group = grouped(done)[0] if done else None
+    group = grouped(done, {})[0] if done else None
     places: dict[tuple[str, str, float], list[Row]] = {}
     for row in rows:
         places.setdefault(row.place, []).append(row)

@@ -90,6 +90,11 @@ def names_of(options: Any, which: Callable[[Option], object]) -> set[str]:
     return {spoken(options, one.name) for one, found in declared(options) if which(found)}
 
 
+def settings(options: Any) -> dict[str, bool]:
+    """Return the names of the options that runs are told apart by, and whether each is one of training."""
+    return {spoken(options, one.name): known.setting == "training" for one, known in declared(options) if known.setting}
+
+
 def check_declared(options: Any, only: Any = None) -> None:
     """Refuse whole numbers and words that are none of those that are declared.
 
