@@ -405,7 +405,7 @@ def test_what_may_have_changed_since(tmp_path, monkeypatch, killing):
     with pytest.raises(Killed):
         run()
     undo()
-    with pytest.raises(UsageError, match=r"cannot go on with other options: seed was 0, is 1; lr was 0.01, is 0.5\."):
+    with pytest.raises(UsageError, match=r"cannot go on with other options: lr was 0.01, is 0.5; seed was 0, is 1\."):
         run(resume="m.run", lr=0.5, seed=1)
     with pytest.raises(UsageError, match=r"files have changed: the size of the data was 90, is 60; the digest"):
         run(resume="m.run", data=made(60))

@@ -11,6 +11,7 @@ from ewc_finetune.commands.consolidate import plan as plan_consolidation
 from ewc_finetune.commands.finetune import finetune
 from ewc_finetune.commands.sweep import sweep
 from ewc_finetune.curvature.options import ConsolidateOptions
+from ewc_finetune.errors import UsageError
 from ewc_finetune.evaluation.cost import Estimate
 from ewc_finetune.finetuning.cost import cost as cost_of_finetuning
 from ewc_finetune.finetuning.options import FinetuneOptions
@@ -42,6 +43,8 @@ def dry_run(
     """
     if command not in _PLANS:
         raise TypeError(f"{command} has no dry run; consolidate, finetune and sweep have one")
+    if options.get("resume") is not None:
+        raise UsageError("--dry-run is of whole runs; leave it out to go on with one, or leave out --resume")
     declared, plan, cost = _PLANS[command]
     check_keywords(command.__name__, options, declared)
     progress = progress or Silent()

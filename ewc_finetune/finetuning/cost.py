@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ewc_finetune.errors import UsageError
 from ewc_finetune.evaluation.cost import TRIED, Estimate, first_batches, watched_memory
 from ewc_finetune.evaluation.score import score
 from ewc_finetune.finetuning.job import Job, ready
@@ -37,8 +36,6 @@ def cost(todo: Plan, progress: Progress) -> Estimate:
     Raises:
         EwcError: if model and data do not suit each other.
     """
-    if todo.earlier is not None:
-        raise UsageError("--dry-run is of whole runs; leave it out to go on with one, or leave out --resume")
     files = [] if todo.output is None else [*written_as(todo.start, todo.output), beside(todo.output, ".run")]
     with ready(todo, todo.strengths, progress) as job:
         return replace(_tried(todo, job), files=tuple(files), found=found(todo, job, todo.strengths, None))

@@ -128,7 +128,7 @@ def plan(options: FinetuneOptions, progress: Progress) -> Plan:
         strengths = _strengths(options.lambdas, len(given), anchors)
     if opened:
         with mistakes.noted():
-            rule = get_likelihood(_likelihood_of(options.likelihood, anchors, start))
+            rule = get_likelihood(_likelihood_of(options.likelihood, anchors, start), options)
         with mistakes.noted():
             scored, specs = _scored(options, domain, anchors, progress)
             scored, names = _also_selected(scored, specs, options.select_on, options.data_dir)

@@ -201,7 +201,7 @@ class Trainer:
             if self.domain.labels is None:
                 where = f"{self.domain.name}, step {self.step + 1}"
                 self.likelihood.check_targets(targets, tuple(outputs.shape[1:]), where)
-            loss = self.likelihood.loss(outputs, targets)
+            loss = self.likelihood.training_loss(outputs, targets)
             if samples:
                 loss = loss * (count(inputs) / samples)
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]

@@ -46,6 +46,10 @@ class Active(Likelihood):
         """See `Likelihood`."""
         return self.inner.loss(self._take(outputs), self._map(targets))
 
+    def training_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See `Likelihood`."""
+        return self.inner.training_loss(self._take(outputs), self._map(targets))
+
     def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See `Likelihood`."""
         return self.inner.right(self._take(outputs), self._map(targets))

@@ -26,15 +26,21 @@ class Likelihood(ABC):
         name: As on the command line.
         metric: What `right` counts, for people: None where nothing is right or wrong.
         kept: The dtype in which `answers` are kept.
+        trained_with: Options of training that its loss takes, which are its arguments.
     """
 
     name: str
     metric: str | None = "accuracy"
     kept: torch.dtype = torch.float16
+    trained_with: tuple[str, ...] = ()
 
     @abstractmethod
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean over the batch of the negative log-likelihood, in nats, as a scalar to differentiate."""
+
+    def training_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return what training makes small: the loss, unless an option of training says otherwise."""
+        return self.loss(outputs, targets)
 
     @abstractmethod
     def right(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -15,17 +15,30 @@ from ewc_finetune.likelihood.bernoulli import Bernoulli
 from ewc_finetune.likelihood.categorical import Categorical, PerToken
 from ewc_finetune.likelihood.gaussian import Gaussian
 
-_LIKELIHOODS: dict[str, Likelihood] = {
-    likelihood.name: likelihood for likelihood in (Categorical(), PerToken(), Bernoulli(), Gaussian())
-}
+_LIKELIHOODS: dict[str, type[Likelihood]] = {kind.name: kind for kind in (Categorical, PerToken, Bernoulli, Gaussian)}
 
 
-def get_likelihood(name: str) -> Likelihood:
+def get_likelihood(name: str, options: object = None) -> Likelihood:
     """Return the likelihood of that name.
 
+    Args:
+        name: Of the likelihood.
+        options: Of training, of which it takes what its loss has.
+
     Raises:
-        UsageError: if there is none, listing those that there are.
+        UsageError: if there is none, listing those that there are; or for an option that is of another one's loss.
     """
     if name not in _LIKELIHOODS:
         raise UsageError(f"no likelihood is called {name!r}. {suggest(name, _LIKELIHOODS)}")
-    return _LIKELIHOODS[name]
+    kind, values = _LIKELIHOODS[name], dict[str, object]()
+    for option in dict.fromkeys(option for other in _LIKELIHOODS.values() for option in other.trained_with):
+        value = getattr(options, option, None)
+        if option in kind.trained_with and value is not None:
+            values[option] = value
+        elif value:
+            takers = [other.name for other in _LIKELIHOODS.values() if option in other.trained_with]
+            raise UsageError(
+                f"{option.replace('_', ' ')} is {value}, and the {name} likelihood has none; it is for "
+                f"{' and '.join(takers)}"
+            )
+    return kind(**values)
