@@ -37,6 +37,7 @@ class Training(TypedDict, total=False):
     decay: Decay
     amp: Amp | None
     compile: bool
+    label_smoothing: float
     norm_stats: NormStats | None
     workers: int
     eval_every: int | None
@@ -65,6 +66,8 @@ class Schedule:
         amp: Compute in half precision where that is safe (`torch.autocast`): `bf16`, or `fp16` with its gradients
             scaled. Weights stay in float32, and so do scores.
         compile: Whether to train through `torch.compile`.
+        label_smoothing: What share of each label is spread evenly over all classes in training (Szegedy et al. 2016,
+            equation 2), 0 to 1; cross-entropy alone. Scores are of the labels as they are.
         norm_stats: Whether normalisation statistics stay as they are (`frozen`) or follow the new data (`update`);
             unless given frozen, but update for fresh weights, whose statistics nothing has filled yet.
         workers: Processes that read samples ahead; of no use for data that is in memory.
@@ -93,6 +96,12 @@ class Schedule:
     )
     amp: Amp | None = option(None, "Compute in half precision where that is safe.", choices=AMPS, unless="no")
     compile: bool = option(False, "Train through torch.compile.")
+    label_smoothing: float = option(
+        0.0,
+        "What share of each label is spread evenly over all classes in training; cross-entropy alone.",
+        metavar="X",
+        setting="training",
+    )
     norm_stats: NormStats | None = option(
         None,
         "Keep the running statistics of normalisation layers, or let them follow the new data.",
@@ -140,6 +149,8 @@ class Schedule:
                 raise UsageError(f"{name.replace('_', ' ')} is {value}; expected a finite number, 0 or above")
         if self.warmup >= 1 and self.warmup != int(self.warmup):
             raise UsageError(f"warmup is {self.warmup}; expected a share below 1, or a whole number of steps")
+        if not (is_number(self.label_smoothing) and 0 <= self.label_smoothing <= 1):
+            raise UsageError(f"label smoothing is {self.label_smoothing}; expected a share from 0 to 1")
         if not (is_number(self.momentum) and 0 <= self.momentum < 1):
             raise UsageError(f"momentum is {self.momentum}; expected 0 or above, and below 1")
 

@@ -16,10 +16,21 @@ class Categorical(Likelihood):
     """Softmax over classes: outputs are logits of shape `(batch, classes)`, targets are class indices `(batch,)`."""
 
     name = "categorical"
+    trained_with = ("label_smoothing",)
+
+    def __init__(self, label_smoothing: float = 0.0) -> None:
+        self.label_smoothing = label_smoothing
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy."""
-        return functional.cross_entropy(wide(outputs), targets)
+        return self._cross_entropy(outputs, targets, 0.0)
+
+    def training_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy with smoothed labels."""
+        return self._cross_entropy(outputs, targets, self.label_smoothing)
+
+    def _cross_entropy(self, outputs: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        return functional.cross_entropy(wide(outputs), targets, label_smoothing=smoothing)
 
     def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Count the samples whose largest logit is the target's."""
@@ -93,9 +104,10 @@ class PerToken(Categorical):
 
     name = "per-token"
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy: for each sequence its sum over the tokens that count."""
-        return functional.cross_entropy(wide(outputs).flatten(0, 1), targets.flatten(), reduction="sum") / len(outputs)
+    def _cross_entropy(self, outputs: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        """Sum over the tokens that count, for each sequence."""
+        logits, labels = wide(outputs).flatten(0, 1), targets.flatten()
+        return functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing) / len(outputs)
 
     def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Sum over the sequences of the share of their tokens, of those that count, that have the largest logit."""
