@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 
-import click
 import pytest
 import torch
 from conftest import save_changed
@@ -20,6 +19,7 @@ from torch import nn
 from ewc_finetune import __version__
 from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.curvature.options import ConsolidateArgs, ConsolidateOptions
+from ewc_finetune.evaluation.options import EvaluateArgs, EvaluateOptions
 from ewc_finetune.finetuning.options import FinetuneArgs, FinetuneOptions
 from ewc_finetune.penalty.options import MergeArgs, MergeOptions
 from ewc_finetune.sweeps.options import SweepArgs, SweepOptions
@@ -418,28 +418,12 @@ def test_a_disk_without_room(start, command):
     assert sorted(p.name for p in start.iterdir() if p.name != "mpl") == before
 
 
-def test_the_commands_have_the_defaults_of_the_functions():
-    from inspect import Parameter, signature
-
-    import ewc_finetune
-    from ewc_finetune.cli import main
-
-    for name in ("evaluate",):
-        function = signature(getattr(ewc_finetune, name)).parameters
-        command = main.commands[name]
-        for option in command.params:
-            if option.name not in function or option.required or option.multiple:
-                continue
-            wanted = function[option.name].default
-            if wanted not in (None, Parameter.empty):  # how click says that there is none is its own affair
-                assert option.get_default(click.Context(command)) == wanted, (name, option.name)
-
-
 @pytest.mark.parametrize(
     ("options", "arguments", "positional"),
     [
         (FinetuneOptions, FinetuneArgs, {"model", "data"}),
         (SweepOptions, SweepArgs, {"model", "data"}),
+        (EvaluateOptions, EvaluateArgs, {"model", "data"}),
         (ConsolidateOptions, ConsolidateArgs, {"model", "data"}),
         (MergeOptions, MergeArgs, {"anchors"}),
     ],

@@ -62,7 +62,7 @@ def _made(one: Field[Any], known: Option, name: str) -> Callable[[F], F]:
         type=_type(one, known),
         multiple=many,
         required=known.required,
-        callback=_only_one if known.required else _several(one.default, known.alone) if many else None,
+        callback=_several(one.default, known.alone) if known.many else _only_one if known.required else None,
         default=None if many else default,
         show_default=not many and default is not None and known.unless is None,
         metavar=known.metavar,

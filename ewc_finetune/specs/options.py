@@ -34,7 +34,7 @@ class Option:
         metavar: What its value is called in the help.
         many: Whether it may be given several times.
         alone: A value that stands for all of many, and is given alone.
-        required: Whether it must be given, once.
+        required: Whether it must be given; once, unless it may be given several times.
         unless: What the help says of the default, where the value does not.
         recorded: Whether a run records it.
         filed: Whether a file may say it: whose files may be replaced, and whose code may run, is for whoever gives the
