@@ -26,6 +26,7 @@ from ewc_finetune.checkpoint.builtin_models import MLP
 from ewc_finetune.data.domain import as_domain
 from ewc_finetune.data.layout import Layout, find_layout
 from ewc_finetune.errors import AnchorError, AnchorMismatchError, DataError, NonFiniteError, UsageError
+from ewc_finetune.evaluation.bound_domain import BoundDomain
 from ewc_finetune.evaluation.probe import measure, take_probe
 from ewc_finetune.evaluation.retention import meters
 from ewc_finetune.likelihood.active import Active
@@ -53,7 +54,7 @@ def take(model, data, likelihood="categorical", n=1000, seed=0, active=None):
     rule = get_likelihood(likelihood)
     rule = rule if active is None else Active(rule, active)
     layout, _ = find_layout(model, domain, CPU, lambda outputs: rule.check_outputs(outputs, "test"))
-    found = take_probe(model, domain, layout, rule, n, seed, CPU)
+    found = take_probe(model, BoundDomain(domain, layout, rule, ()), n, seed, CPU)
     if active is not None:  # as a data spec says it
         found = Probe(**{**vars(found), "active": active})
     return found
@@ -408,7 +409,8 @@ def test_streams_and_loaders_give_their_first():
     assert take(model, DataLoader(Stream(), 4), n=9).inputs[:, 0].tolist() == list(range(9))
     assert take(model, Stream(), n=99).samples == 30
     with pytest.raises(DataError, match="has no samples"):
-        take_probe(model, as_domain([]), Layout((4,), False, False), get_likelihood("categorical"), 5, 0, CPU)
+        nothing = BoundDomain(as_domain([]), Layout((4,), False, False), get_likelihood("categorical"), (3,))
+        take_probe(model, nothing, 5, 0, CPU)
 
 
 # The file

@@ -29,11 +29,11 @@ from ewc_finetune.curvature.importance import importance_by_layer
 from ewc_finetune.curvature.kronecker_factors import check_rank
 from ewc_finetune.curvature.options import ConsolidateArgs, ConsolidateOptions
 from ewc_finetune.data.domain import Batch, Domain, Fingerprint
-from ewc_finetune.data.layout import Layout, feed
+from ewc_finetune.data.layout import feed
 from ewc_finetune.data.sources import resolve_domain
 from ewc_finetune.errors import Mistakes, UsageError
+from ewc_finetune.evaluation.bound_domain import BoundDomain, bind
 from ewc_finetune.evaluation.chance import say_numbering, warn_at_chance
-from ewc_finetune.evaluation.compatibility import prepare
 from ewc_finetune.evaluation.cost import Estimate, estimate_consolidation
 from ewc_finetune.evaluation.presenting import presented
 from ewc_finetune.evaluation.probe import take_probe
@@ -88,7 +88,7 @@ class ConsolidationPlan:
         opened: The model.
         excluded: Parameters that get no curvature, each with the reason.
         domain: Its data.
-        likelihood: Of the outputs.
+        likelihood: Of all outputs.
         device: Where to compute.
     """
 
@@ -142,7 +142,7 @@ def plan(options: ConsolidateOptions, progress: Progress) -> ConsolidationPlan:
         )
     if options.samples == "auto" and not domain.indexable:
         progress.note(f"{domain.name} comes in an order of its own, in which --samples auto takes it")
-    rule = domain.likelihood(get_likelihood(options.likelihood or opened.likelihood))
+    rule = get_likelihood(options.likelihood or opened.likelihood)
     return ConsolidationPlan(options, opened, excluded, domain, rule, device)
 
 
@@ -151,18 +151,14 @@ class _Pass:
     """A consolidation before its first batch.
 
     Attributes:
-        domain: The data, as the model takes it.
+        bound: The data, as the model takes it.
         chosen: What is used of it.
-        layout: How its samples go into the model.
-        outputs: Shape of the model's outputs for one sample.
         parameters: Those that get curvature.
         prepared: The seconds that it took to get at the samples.
     """
 
-    domain: Domain
+    bound: BoundDomain
     chosen: Domain
-    layout: Layout
-    outputs: tuple[int, ...]
     parameters: dict[str, nn.Parameter]
     prepared: float
 
@@ -176,9 +172,9 @@ def _ready(todo: ConsolidationPlan, progress: Progress) -> Iterator[_Pass]:
         domain = presented(todo.domain, opened, progress)
         prepared = time.perf_counter() - start
         say_numbering(domain, opened, progress)
-        layout, outputs = prepare(opened.model, domain, todo.likelihood, todo.device, opened.record, progress)
+        bound = bind(opened, domain, todo.likelihood, todo.device, progress)
         parameters = {n: p for n, p in opened.model.named_parameters() if n not in todo.excluded}
-        yield _Pass(domain, _subset(domain, todo.limit, seed), layout, outputs, parameters, prepared)
+        yield _Pass(bound, _subset(domain, todo.limit, seed), parameters, prepared)
 
 
 def cost(todo: ConsolidationPlan, progress: Progress) -> Estimate:
@@ -193,12 +189,13 @@ def cost(todo: ConsolidationPlan, progress: Progress) -> Estimate:
     """
     options = todo.options
     with _ready(todo, progress) as found:
+        _probes(todo, found, progress)
 
         def take(batches: Iterable[Batch]) -> object:
-            return _fisher(todo, found, feed(batches, found.layout, todo.opened.model, todo.device))
+            return _fisher(todo, found, feed(batches, found.bound.layout, todo.opened.model, todo.device))
 
         tried = None if options.curvature == "identity" else found.chosen
-        size = None if options.samples == "auto" else _count(found.domain, todo.limit)
+        size = None if options.samples == "auto" else _count(found.chosen, todo.limit)
         place = None if options.output is None else Path(options.output)
         return estimate_consolidation(take, tried, options.batch_size, size, found.prepared, todo.device, place)
 
@@ -208,7 +205,7 @@ def _fisher(todo: ConsolidationPlan, found: _Pass, batches: Iterable[Any], **mor
     return compute_fisher(
         todo.opened.model,
         batches,
-        likelihood=todo.likelihood,
+        likelihood=found.bound.likelihood,
         estimator=options.estimator,
         kfac=options.kfac_form if options.curvature == "kfac" else None,
         parameters=found.parameters,
@@ -235,18 +232,8 @@ def run(todo: ConsolidationPlan, progress: Progress) -> Anchor:
         probes = _probes(todo, ready, progress)
         found = _measured(todo, ready, fingerprint, progress)
         progress.note(found.path)
-        accuracy, own = found.scores.get("accuracy"), True
-        warn_at_chance(
-            ready.domain,
-            opened,
-            ready.layout,
-            ready.outputs,
-            todo.likelihood,
-            accuracy,
-            found.samples,
-            progress,
-            own=own,
-        )
+        accuracy = found.scores.get("accuracy")
+        warn_at_chance(ready.bound, opened, accuracy, found.samples, progress, own=True)
         fisher, storage = rounded(
             {n: value.float().cpu() for n, value in found.values.items()}, options.curvature_dtype
         )
@@ -277,11 +264,11 @@ def _measured(todo: ConsolidationPlan, ready: _Pass, fingerprint: Fingerprint, p
     # Whoever may stop at any sample must have met them in no particular order.
     order = torch.Generator().manual_seed(options.seed) if options.samples == "auto" else None
     batches = _taken(ready.chosen.batches(options.batch_size, order), todo.limit, fingerprint)
-    with progress.bar("Fisher", _count(ready.domain, todo.limit), "sample") as bar:
+    with progress.bar("Fisher", _count(ready.chosen, todo.limit), "sample") as bar:
         return _fisher(
             todo,
             ready,
-            feed(batches, ready.layout, todo.opened.model, todo.device),
+            feed(batches, ready.bound.layout, todo.opened.model, todo.device),
             rtol=options.rtol if options.samples == "auto" else None,
             generator=torch.Generator().manual_seed(options.seed),
             bar=bar,
@@ -290,7 +277,7 @@ def _measured(todo: ConsolidationPlan, ready: _Pass, fingerprint: Fingerprint, p
 
 
 def _provenance(todo: ConsolidationPlan, ready: _Pass, found: Fisher, fingerprint: Fingerprint) -> Provenance:
-    options, opened, domain = todo.options, todo.opened, ready.domain
+    options, opened, domain = todo.options, todo.opened, ready.bound.domain
     lineage, head = options.lineage, options.head
     return Provenance(
         name=options.name or _name_of(domain),
@@ -321,7 +308,7 @@ def _provenance(todo: ConsolidationPlan, ready: _Pass, found: Fisher, fingerprin
         normalisation={"statistics": "frozen", "layers": list(normalisation_layers(opened.model))},
         lineage=opened.record.lineage if lineage is None else list(lineage),
         scores=found.scores,
-        input=ready.layout.to_json(),
+        input=ready.bound.layout.to_json(),
         head=opened.record.head if head is None else head,
         classes=opened.record.classes if domain.classes is None else list(domain.classes),
     )
@@ -329,10 +316,10 @@ def _provenance(todo: ConsolidationPlan, ready: _Pass, found: Fisher, fingerprin
 
 def _probes(todo: ConsolidationPlan, ready: _Pass, progress: Progress) -> tuple[Probe, ...]:
     """Take the probe that is asked for, and say what that means."""
-    n, domain = todo.options.probe, ready.domain
+    n, domain = todo.options.probe, ready.bound.domain
     if n == 0:
         return ()
-    found = take_probe(todo.opened.model, domain, ready.layout, todo.likelihood, n, todo.options.seed, todo.device)
+    found = take_probe(todo.opened.model, ready.bound, n, todo.options.seed, todo.device)
     if found.samples < n:
         progress.note(
             f"{domain.name} has {found.samples:,} samples, and all are kept: fewer than the {n:,} of the probe"

@@ -17,8 +17,8 @@ from ewc_finetune.checkpoint.open import Opened, open_model
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.sources import resolve_domains
 from ewc_finetune.errors import UsageError
+from ewc_finetune.evaluation.bound_domain import bind
 from ewc_finetune.evaluation.chance import say_numbering, warn_at_chance
-from ewc_finetune.evaluation.compatibility import prepare
 from ewc_finetune.evaluation.options import EvaluateArgs, EvaluateOptions
 from ewc_finetune.evaluation.presenting import presented
 from ewc_finetune.evaluation.score import Score, score
@@ -107,16 +107,16 @@ def run(todo: EvaluationPlan, progress: Progress) -> list[Score]:
     """
     opened, rule, device = todo.opened, todo.likelihood, todo.device
     with on_device(opened.model, device), random_state_kept(device):
-        domains = [presented(d, opened, progress) for d in todo.domains]
-        for domain in domains:
-            say_numbering(domain, opened, progress)
-        found = [prepare(opened.model, d, d.likelihood(rule), device, opened.record, progress) for d in domains]
+        bound = []
+        for domain in todo.domains:
+            shown = presented(domain, opened, progress)
+            say_numbering(shown, opened, progress)
+            bound.append(bind(opened, shown, rule, device, progress))
         scores: list[Score] = []
-        for domain, (layout, outputs) in zip(domains, found, strict=True):
-            own = domain.likelihood(rule)
-            with _told_if_lost(scores, progress), progress.bar(domain.name, domain.size, "sample") as bar:
-                scored = score(opened.model, domain, layout, own, todo.options.batch_size, device, bar)
-            warn_at_chance(domain, opened, layout, outputs, own, scored.accuracy, scored.samples, progress, own=False)
+        for one in bound:
+            with _told_if_lost(scores, progress), progress.bar(one.name, one.domain.size, "sample") as bar:
+                scored = score(opened.model, one, todo.options.batch_size, device, bar)
+            warn_at_chance(one, opened, scored.accuracy, scored.samples, progress, own=False)
             scores.append(scored)
     return scores
 

@@ -10,7 +10,7 @@ from ewc_finetune.checkpoint.open import Opened
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.layout import Layout
 from ewc_finetune.data.numbering import AS_LISTED
-from ewc_finetune.likelihood.base import Likelihood
+from ewc_finetune.evaluation.bound_domain import BoundDomain
 from ewc_finetune.likelihood.categorical import Categorical
 from ewc_finetune.progress import Progress
 
@@ -38,34 +38,23 @@ def at_chance(accuracy: float, samples: int, classes: int) -> bool:
 
 
 def warn_at_chance(
-    domain: Domain,
-    opened: Opened,
-    layout: Layout,
-    outputs: tuple[int, ...],
-    likelihood: Likelihood,
-    accuracy: float | None,
-    samples: int,
-    progress: Progress,
-    *,
-    own: bool,
+    bound: BoundDomain, opened: Opened, accuracy: float | None, samples: int, progress: Progress, *, own: bool
 ) -> None:
     """Warn of a score that cannot be told from guessing.
 
     Args:
-        domain: As the model took it.
+        bound: The domain; likelihoods of other outputs than a class for each sample are not guessed at.
         opened: The model.
-        layout: How the domain's samples went into it.
-        outputs: Shape of the model's outputs for one sample.
-        likelihood: Of the outputs; others than a class for each sample are not guessed at.
         accuracy: The score; None where there is none.
         samples: Which it is of.
         progress: Told the warning.
         own: Whether the model should know this data: of others that is said only where something is to be suspected.
     """
-    classes = outputs[-1] if domain.active is None else len(domain.active)
-    if likelihood.name != Categorical.name or accuracy is None or not at_chance(accuracy, samples, classes):
+    domain = bound.domain
+    classes = bound.outputs[-1] if domain.active is None else len(domain.active)
+    if bound.likelihood.name != Categorical.name or accuracy is None or not at_chance(accuracy, samples, classes):
         return
-    suspects = _suspects(domain, opened, layout)
+    suspects = _suspects(domain, opened, bound.layout)
     if not suspects and not own:
         return
     suspects = suspects or ["whether this is data that the model was trained for, with its labels"]

@@ -20,6 +20,7 @@ from ewc_finetune.anchor.probe_tensors import Probe
 from ewc_finetune.data.domain import Batch, Domain
 from ewc_finetune.data.layout import Layout, dtype_of
 from ewc_finetune.errors import AnchorMismatchError, DataError, NonFiniteError
+from ewc_finetune.evaluation.bound_domain import BoundDomain
 from ewc_finetune.likelihood.active import Active
 from ewc_finetune.likelihood.base import IGNORED, Likelihood
 from ewc_finetune.likelihood.categorical import PerToken
@@ -66,24 +67,14 @@ def least_unchanged(found: Sequence[Retention]) -> float | None:
     return min((retention.unchanged for retention in found if retention.unchanged is not None), default=None)
 
 
-def take_probe(
-    model: nn.Module,
-    domain: Domain,
-    layout: Layout,
-    likelihood: Likelihood,
-    n: int,
-    seed: int,
-    device: torch.device,
-) -> Probe:
+def take_probe(model: nn.Module, bound: BoundDomain, n: int, seed: int, device: torch.device) -> Probe:
     """Keep some inputs of a domain, and the model's answers to them.
 
     The model, its mode, its buffers and torch's random state are left as they were.
 
     Args:
         model: On `device`.
-        domain: As the model takes it.
-        layout: How its samples go into the model.
-        likelihood: Of its active outputs, where not all are (`Domain.likelihood`).
+        bound: The domain, as the model takes it.
         n: How many inputs: a random subset where samples can be chosen, the first of a stream or loader; all if there
             are fewer.
         seed: Of the subset.
@@ -93,6 +84,7 @@ def take_probe(
         DataError: if there is no sample, or samples have shapes that don't go into one tensor.
         NonFiniteError: if the model answers with NaN.
     """
+    domain, layout, likelihood = bound.domain, bound.layout, bound.likelihood
     with _as_it_is(model, device):
         inputs, labels = _choose(domain, n, seed)
         # The answers are those to the inputs as they are kept, rounded.

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ewc_finetune.data.domain import Domain
-from ewc_finetune.data.layout import Layout, feed
+from ewc_finetune.data.layout import feed
 from ewc_finetune.errors import DataError, NonFiniteError
-from ewc_finetune.likelihood.base import Likelihood
+from ewc_finetune.evaluation.bound_domain import BoundDomain
 from ewc_finetune.modules.batch import call
 from ewc_finetune.modules.modes import evaluating
 from ewc_finetune.progress import Bar
@@ -48,24 +47,17 @@ class Score:
 
 
 @torch.no_grad()
-def score(
-    model: nn.Module,
-    domain: Domain,
-    layout: Layout,
-    likelihood: Likelihood,
-    batch_size: int,
-    device: torch.device,
-    bar: Bar | None = None,
-) -> Score:
+def score(model: nn.Module, bound: BoundDomain, batch_size: int, device: torch.device, bar: Bar | None = None) -> Score:
     """Score the model on one domain, in eval mode; it is left in the mode it was in.
 
     Raises:
         DataError: if the domain has no labels, or labels that the model has no outputs for.
         NonFiniteError: if the loss is not finite.
     """
+    domain, likelihood = bound.domain, bound.likelihood
     samples, loss, right, tokens = 0, 0.0, 0.0, 0
     with evaluating(model):
-        for inputs, labels in feed(domain.batches(batch_size), layout, model, device):
+        for inputs, labels in feed(domain.batches(batch_size), bound.layout, model, device):
             if labels is None:
                 raise DataError(f"{domain.name} has no labels, and a score needs them")
             outputs = call(model, inputs)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ewc_finetune.evaluation.bound_domain import BoundDomain
 from ewc_finetune.evaluation.cost import TRIED, Estimate, first_batches, watched_memory
 from ewc_finetune.evaluation.score import score
 from ewc_finetune.finetuning.job import Job, ready
@@ -20,7 +21,6 @@ from ewc_finetune.finetuning.plan import Plan
 from ewc_finetune.finetuning.record import found
 from ewc_finetune.finetuning.search_runs import trials_cost
 from ewc_finetune.finetuning.trainer import Trainer, count_steps
-from ewc_finetune.likelihood.base import Likelihood
 from ewc_finetune.modules.precision import float32_weights
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.storage.atomic import beside
@@ -42,28 +42,23 @@ def cost(todo: Plan, progress: Progress) -> Estimate:
 
 
 def _tried(todo: Plan, job: Job) -> Estimate:
-    schedule, likelihood, device = todo.schedule, todo.likelihood, todo.device
+    schedule, device = todo.schedule, todo.device
     shuffle = torch.Generator().manual_seed(todo.options.seed)
     # Epochs of the short runs, with an evaluation each.
     more = 0 if todo.options.lambdas != "auto" else trials_cost(schedule.epochs)
     model, size = job.start.model, schedule.batch_size
-    each = replace(schedule, epochs=1).count_steps(job.domain.count_batches(size))
+    each = replace(schedule, epochs=1).count_steps(job.new.domain.count_batches(size))
     steps = None if each is None else each * (schedule.epochs + more)
-    count_steps(job.domain, schedule)  # refuses what cannot be counted
+    count_steps(job.new.domain, schedule)  # refuses what cannot be counted
     clock = _Clock()
     with watched_memory(device) as memory, _put_back(model):
-        scoring = sum((_scoring(job, n, likelihood, 2 * size, device) or 0.0) for n in range(len(job.watched)))
+        scoring = sum((_scoring(model, bound, 2 * size, device) or 0.0) for bound in job.watched)
         with float32_weights(model):
-            tried = replace(
-                job.domain,
-                samples=first_batches(job.domain, size, shuffle, TRIED * schedule.accumulate),
-                labels=None,
-                collate=None,
-            )
-            own = job.domain.likelihood(likelihood)
+            batches = first_batches(job.new.domain, size, shuffle, TRIED * schedule.accumulate)
+            tried = replace(job.new, domain=replace(job.new.domain, samples=batches, labels=None, collate=None))
             few = replace(schedule, epochs=min(1, schedule.epochs), log_every=1, eval_every=None, workers=0)
             with job.freezing(), Silent().bar("", None, "") as bar:
-                Trainer(model, tried, job.layout, own, job.penalty, few, shuffle, bar, clock).run()
+                Trainer(model, tried, job.penalty, few, shuffle, bar, clock).run()
     evaluations = schedule.epochs + more + 1
     if schedule.eval_every is not None and steps is not None:
         evaluations = steps // schedule.eval_every + 1
@@ -71,16 +66,15 @@ def _tried(todo: Plan, job: Job) -> Estimate:
     return Estimate({"steps": steps}, seconds, memory, ())
 
 
-def _scoring(job: Job, n: int, likelihood: Likelihood, batch_size: int, device: torch.device) -> float | None:
+def _scoring(model: nn.Module, bound: BoundDomain, batch_size: int, device: torch.device) -> float | None:
     """Return how long scoring a watched domain will take; None where it has no number of samples."""
-    domain, layout = job.watched[n]
+    domain = bound.domain
     total = domain.count_batches(batch_size)
     batches = first_batches(domain, batch_size)
     if total is None or not batches:
         return None
-    part = replace(domain, samples=batches, collate=None)
     start = time.perf_counter()
-    score(job.start.model, part, layout, domain.likelihood(likelihood), batch_size, device)
+    score(model, replace(bound, domain=replace(domain, samples=batches, collate=None)), batch_size, device)
     return (time.perf_counter() - start) / len(batches) * total
 
 

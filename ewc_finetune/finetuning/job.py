@@ -13,11 +13,10 @@ from ewc_finetune.anchor.heads import of_one_head
 from ewc_finetune.anchor.lineage import distinct, lineage_of
 from ewc_finetune.checkpoint.checkpoint import Record
 from ewc_finetune.checkpoint.open import Opened
-from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.layout import Layout
 from ewc_finetune.errors import UsageError
+from ewc_finetune.evaluation.bound_domain import BoundDomain, bind
 from ewc_finetune.evaluation.chance import say_numbering
-from ewc_finetune.evaluation.compatibility import prepare
 from ewc_finetune.evaluation.presenting import presented, say_anchors
 from ewc_finetune.finetuning.head import class_names, give_head, head_names
 from ewc_finetune.finetuning.notes import say
@@ -35,8 +34,7 @@ class Job:
 
     Attributes:
         start: The model, with the head that it is trained with.
-        domain: The new domain, as the model takes it.
-        layout: How its samples go into the model.
+        new: The new domain, as the model takes it.
         watched: The domains to score, likewise.
         penalty: Of the anchors; None without any.
         frozen: Parameters that this run alone does not train.
@@ -45,9 +43,8 @@ class Job:
     """
 
     start: Opened
-    domain: Domain
-    layout: Layout
-    watched: list[tuple[Domain, Layout]]
+    new: BoundDomain
+    watched: list[BoundDomain]
     penalty: Penalty | None
     frozen: tuple[nn.Parameter, ...]
     record: Record
@@ -97,10 +94,9 @@ def _matched(plan: Plan, strengths: Sequence[float], undoing: contextlib.ExitSta
     if options.head != "new":
         say_numbering(domain, start, progress)
     known, outputs = start.record, None if old is None else find_head(start.model)[1].out_features
-    rule = domain.likelihood(plan.likelihood)
-    layout, _ = prepare(start.model, domain, rule, plan.device, known, progress, outputs)
-    say_anchors(anchors, layout, progress)
-    watched = _watched(plan, start, layout, progress)
+    new = bind(start, domain, plan.likelihood, plan.device, progress, outputs)
+    say_anchors(anchors, new.layout, progress)
+    watched = _watched(plan, start, new.layout, progress)
     growing = head_names(old) if old is not None and options.head == "expand" else ()
     frozen = _frozen(start.model, options.freeze)
     with _frozen_in(frozen):
@@ -112,26 +108,25 @@ def _matched(plan: Plan, strengths: Sequence[float], undoing: contextlib.ExitSta
         )
     record = Record(
         architecture=known.architecture,
-        input=layout.to_json(),
+        input=new.layout.to_json(),
         classes=class_names(known, domain, options.head),
         head=known.head,
         lineage=distinct([*known.lineage, *lineage_of(anchors, strengths)]),
         frozen=known.frozen,
         likelihood=plan.likelihood.name,
     )
-    return Job(start, domain, layout, watched, penalty, frozen, record, undoing)
+    return Job(start, new, watched, penalty, frozen, record, undoing)
 
 
-def _watched(plan: Plan, start: Opened, layout: Layout, progress: Progress) -> list[tuple[Domain, Layout]]:
-    """Return the domains to score with how their samples go into the model."""
+def _watched(plan: Plan, start: Opened, layout: Layout, progress: Progress) -> list[BoundDomain]:
+    """Return the domains to score, as the model takes them."""
     known = start.record
     # Where nothing is known of the model, all its data are as the new domain says.
     alike = start if known.input else replace(start, record=replace(known, input=layout.to_json()))
     found = []
     for scored in plan.scored:
         domain = presented(scored, alike, Silent())
-        rule = domain.likelihood(plan.likelihood)
-        found.append((domain, prepare(start.model, domain, rule, plan.device, known, Silent())[0]))
+        found.append(bind(start, domain, plan.likelihood, plan.device, Silent()))
         for remark in domain.remarks:
             progress.note(f"{domain.name}: {remark}")
     return found

@@ -12,14 +12,12 @@ from torch import nn
 
 from ewc_finetune.checkpoint.checkpoint import Record
 from ewc_finetune.checkpoint.formats.state_dict import save_state_dict
-from ewc_finetune.data.domain import Domain
-from ewc_finetune.data.layout import Layout
 from ewc_finetune.errors import RetentionError, StorageError
+from ewc_finetune.evaluation.bound_domain import BoundDomain
 from ewc_finetune.evaluation.probe import Retention, least_unchanged
 from ewc_finetune.evaluation.retention import Meter
 from ewc_finetune.evaluation.score import Score, score
 from ewc_finetune.finetuning.best_state import Selection
-from ewc_finetune.likelihood.base import Likelihood
 from ewc_finetune.modules.finite import cpu_copy
 from ewc_finetune.progress import Progress
 from ewc_finetune.runs.folder import RunFolder
@@ -54,8 +52,7 @@ class Journal:
     def __init__(
         self,
         model: nn.Module,
-        watched: Sequence[tuple[Domain, Layout]],
-        likelihood: Likelihood,
+        watched: Sequence[BoundDomain],
         batch_size: int,
         device: torch.device,
         record: Record,
@@ -70,7 +67,6 @@ class Journal:
     ) -> None:
         self.model = model
         self.watched = watched
-        self.likelihood = likelihood
         self.batch_size = batch_size
         self.device = device
         self.record = record
@@ -226,10 +222,7 @@ class Journal:
             )
 
     def _score(self) -> None:
-        self.scores = [
-            score(self.model, watch, layout, watch.likelihood(self.likelihood), self.batch_size, self.device)
-            for watch, layout in self.watched
-        ]
+        self.scores = [score(self.model, bound, self.batch_size, self.device) for bound in self.watched]
 
     def _measured(self) -> int:
         """Return the step at which the probes were last measured."""

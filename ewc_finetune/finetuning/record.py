@@ -13,7 +13,7 @@ from ewc_finetune.finetuning.plan import Plan
 
 def found(plan: Plan, job: Job, strengths: Sequence[float], search: Search | None) -> dict[str, Any]:
     """Return what the options of a run turned out to be."""
-    start, domain = job.start, job.domain
+    start, domain, watched = job.start, job.new.domain, [bound.domain for bound in job.watched]
     return {
         "model": start.label,
         "checkpoint": {"sha256": start.sha256, "architecture": start.record.architecture},
@@ -34,8 +34,8 @@ def found(plan: Plan, job: Job, strengths: Sequence[float], search: Search | Non
             "size": domain.size,
             "digest": plan.identities["the digest of the data"],
         },
-        "eval": [{"spec": d.name, "split": d.split, "size": d.size} for d, _ in job.watched],
-        "input": job.layout.to_json(),
+        "eval": [{"spec": one.name, "split": one.split, "size": one.size} for one in watched],
+        "input": job.new.layout.to_json(),
         "likelihood": plan.likelihood.name,
         "norm_stats": plan.schedule.norm_stats,
         "lambda_search": None if search is None else search.to_json(),

@@ -99,7 +99,6 @@ def _journal(
     return Journal(
         job.start.model,
         job.watched,
-        todo.likelihood,
         2 * todo.schedule.batch_size,
         todo.device,
         job.record,
@@ -155,7 +154,7 @@ def _train(
     progress: Progress,
 ) -> int:
     """Train from the start or from a state, and leave the model as the run is to end; return the number of steps."""
-    model, domain, schedule = job.start.model, job.domain, todo.schedule
+    model, domain, schedule = job.start.model, job.new.domain, todo.schedule
     shuffle = torch.Generator().manual_seed(todo.options.seed)
     if state is None:
         journal.start()
@@ -170,8 +169,7 @@ def _train(
         job.freezing(),
         progress.bar(f"fine-tuning on {domain.name}", total, "step") as bar,
     ):
-        own = domain.likelihood(todo.likelihood)
-        trainer = Trainer(model, domain, job.layout, own, job.penalty, schedule, shuffle, bar, journal)
+        trainer = Trainer(model, job.new, job.penalty, schedule, shuffle, bar, journal)
         steps = trainer.run(None if state is None else state["training"], go_on=not journal.exhausted)
         if trainer.skipped:
             progress.note(f"{trainer.skipped:,} of {steps:,} steps were skipped, for gradients overflowed in fp16")
@@ -200,7 +198,7 @@ def _write(
     with folder.writing(), _kept(start, job.record, journal, folder, output):
         save(output, start.model, job.record, overwrite=todo.overwrite)
     try:
-        draw_run(folder.path / "figure.png", journal.history, f"Fine-tuning on {job.domain.name}")
+        draw_run(folder.path / "figure.png", journal.history, f"Fine-tuning on {job.new.name}")
     except StorageError as error:  # the model is there, which is what counts
         progress.note(str(error))
     folder.finish(

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ewc_finetune.data.domain import Batch, Domain
-from ewc_finetune.data.layout import Layout, feed
+from ewc_finetune.data.layout import feed
 from ewc_finetune.errors import DataError, NonFiniteError, UsageError
+from ewc_finetune.evaluation.bound_domain import BoundDomain
 from ewc_finetune.finetuning.schedule import Schedule
-from ewc_finetune.likelihood.base import Likelihood
 from ewc_finetune.modules.batch import call, count
 from ewc_finetune.modules.devices import random_state, set_random_state
 from ewc_finetune.modules.finite import check_model
@@ -45,9 +45,7 @@ class Trainer:
 
     Args:
         model: Trained in place, on its device.
-        domain: The new domain.
-        layout: How its samples go into the model.
-        likelihood: Gives the task loss.
+        new: The new domain.
         penalty: Pulls at every step; None for plain training.
         schedule: How long and how fast.
         shuffle: Draws the order of the samples.
@@ -61,21 +59,19 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        domain: Domain,
-        layout: Layout,
-        likelihood: Likelihood,
+        new: BoundDomain,
         penalty: Penalty | None,
         schedule: Schedule,
         shuffle: torch.Generator,
         bar: Bar,
         observer: Observer,
     ) -> None:
-        self.model, self.domain, self.layout, self.likelihood = model, domain, layout, likelihood
+        self.model, self.domain, self.layout, self.likelihood = model, new.domain, new.layout, new.likelihood
         self.penalty, self.schedule, self.shuffle, self.bar, self.observer = penalty, schedule, shuffle, bar, observer
         self.device = next(model.parameters()).device
         self.optimizer = make_optimizer(model, schedule)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=schedule.amp == "fp16")
-        self.total = count_steps(domain, schedule)
+        self.total = count_steps(new.domain, schedule)
         self.log_every = schedule.logged_every(self.total)
         self.norm_stats = schedule.norm_stats or "frozen"
         # Batch statistics of a single sample are no statistics: torch refuses them in training mode.

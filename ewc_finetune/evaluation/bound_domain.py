@@ -1,13 +1,13 @@
-"""What every verb does before its work: see that the data and the model suit each other."""
+"""A domain and a model that suit each other: how its samples go in, and what its outputs mean."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.open import Opened
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.layout import Layout, find_layout
 from ewc_finetune.errors import ArchitectureError, DataError
@@ -16,36 +16,54 @@ from ewc_finetune.likelihood.base import Likelihood
 from ewc_finetune.progress import Progress
 
 
-def prepare(
-    model: nn.Module,
+@dataclass(frozen=True)
+class BoundDomain:
+    """A domain as a model takes it.
+
+    Attributes:
+        domain: Its samples, as they are presented to the model.
+        layout: How they go in.
+        likelihood: What the outputs mean, of those that are active for it.
+        outputs: Shape of the model's outputs for one sample.
+    """
+
+    domain: Domain
+    layout: Layout
+    likelihood: Likelihood
+    outputs: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The domain's."""
+        return self.domain.name
+
+
+def bind(
+    opened: Opened,
     domain: Domain,
     likelihood: Likelihood,
     device: torch.device,
-    record: Record,
     progress: Progress,
     outputs: int | None = None,
-) -> tuple[Layout, tuple[int, ...]]:
+) -> BoundDomain:
     """Find how the domain's samples go into the model, say it, and check outputs and labels before any work is done.
 
     Args:
-        model: On `device`.
-        domain: The data.
-        likelihood: Says what outputs and labels it takes.
+        opened: The model, on `device`; where the data differs from what is known of it, that is said.
+        domain: The data, as it is presented to the model.
+        likelihood: Of all outputs.
         device: Where the model is.
-        record: What is known of the model; where the data differs from it, that is said.
         progress: Told what is assumed.
         outputs: How many the model must have, where its head was changed.
-
-    Returns:
-        The layout, and the shape of the model's outputs for one sample.
 
     Raises:
         ArchitectureError: if the model has another number of outputs.
         DataError: if samples, outputs or labels don't suit, or the data numbers the model's classes otherwise; labels
             are checked all at once where they are known.
     """
+    record, likelihood = opened.record, domain.likelihood(likelihood)
     layout, output_shape = find_layout(
-        model, domain, device, lambda outputs: likelihood.check_outputs(outputs, domain.name), record.input
+        opened.model, domain, device, lambda outputs: likelihood.check_outputs(outputs, domain.name), record.input
     )
     if outputs is not None and output_shape[-1:] != (outputs,):
         raise ArchitectureError(
@@ -63,7 +81,7 @@ def prepare(
         progress.note(f"{domain.name}: the model was trained on samples of another shape, {trained_on}")
     if record.classes and domain.classes:
         _compare_classes(record.classes, domain.classes, domain.name, progress)
-    return layout, output_shape
+    return BoundDomain(domain, layout, likelihood, output_shape)
 
 
 def _compare_classes(model: Sequence[str], data: Sequence[str], name: str, progress: Progress) -> None:
