@@ -408,8 +408,8 @@ def test_streams_and_loaders_give_their_first():
     assert take(model, Stream(), n=9).inputs[:, 0].tolist() == list(range(9))
     assert take(model, DataLoader(Stream(), 4), n=9).inputs[:, 0].tolist() == list(range(9))
     assert take(model, Stream(), n=99).samples == 30
+    nothing = BoundDomain(as_domain([]), Layout((4,), False, False), get_likelihood("categorical"), (3,))
     with pytest.raises(DataError, match="has no samples"):
-        nothing = BoundDomain(as_domain([]), Layout((4,), False, False), get_likelihood("categorical"), (3,))
         take_probe(model, nothing, 5, 0, CPU)
 
 
