@@ -34,21 +34,30 @@ if TYPE_CHECKING:
     from ewc_finetune.commands.sweep import sweep
     from ewc_finetune.curvature.check_rule import check_rule
     from ewc_finetune.curvature.fisher import compute_fisher
+    from ewc_finetune.curvature.options import ConsolidateOptions
     from ewc_finetune.curvature.rules import register_rule
     from ewc_finetune.errors import EwcError
     from ewc_finetune.evaluation.cost import Estimate
+    from ewc_finetune.evaluation.options import EvaluateOptions
     from ewc_finetune.evaluation.probe import Retention, measure
     from ewc_finetune.evaluation.score import Score
     from ewc_finetune.finetuning.finetuned import Finetuned
+    from ewc_finetune.finetuning.options import FinetuneOptions
+    from ewc_finetune.penalty.options import MergeOptions
     from ewc_finetune.penalty.penalty import Penalty
+    from ewc_finetune.sweeps.options import SweepOptions
     from ewc_finetune.sweeps.run import Sweep
 
 __all__ = [
     "Anchor",
+    "ConsolidateOptions",
     "Estimate",
+    "EvaluateOptions",
     "EwcError",
+    "FinetuneOptions",
     "Finetuned",
     "Inspection",
+    "MergeOptions",
     "Penalty",
     "Probe",
     "Provenance",
@@ -58,6 +67,7 @@ __all__ = [
     "Retention",
     "Score",
     "Sweep",
+    "SweepOptions",
     "__version__",
     "check_rule",
     "compute_fisher",
@@ -77,10 +87,14 @@ __all__ = [
 
 _HOMES = {
     "Anchor": "anchor.anchor",
+    "ConsolidateOptions": "curvature.options",
     "Estimate": "evaluation.cost",
+    "EvaluateOptions": "evaluation.options",
     "EwcError": "errors",
+    "FinetuneOptions": "finetuning.options",
     "Finetuned": "finetuning.finetuned",
     "Inspection": "anchor.summary",
+    "MergeOptions": "penalty.options",
     "Penalty": "penalty.penalty",
     "Probe": "anchor.probe_tensors",
     "Provenance": "anchor.provenance",
@@ -90,6 +104,7 @@ _HOMES = {
     "Retention": "evaluation.probe",
     "Score": "evaluation.score",
     "Sweep": "sweeps.run",
+    "SweepOptions": "sweeps.options",
     "check_rule": "curvature.check_rule",
     "compute_fisher": "curvature.fisher",
     "consolidate": "commands.consolidate",

@@ -1,6 +1,8 @@
 """The verbs from Python, on any module and any data."""
 
 import copy
+import dataclasses
+import inspect
 import json
 
 import pytest
@@ -619,3 +621,19 @@ def test_an_anchor_that_the_lineage_knows_otherwise_is_remarked_on(tmp_path):
     told = "is not the anchor 'old' that had a part in the weights"
     assert not any(told in text for text in remarks([old, new]))
     assert any(told in text for text in remarks([other, new]))
+
+
+def test_functions_say_which_options_they_take():
+    for function, options in (
+        (ewc.finetune, ewc.FinetuneOptions),
+        (ewc.consolidate, ewc.ConsolidateOptions),
+        (ewc.evaluate, ewc.EvaluateOptions),
+        (ewc.merge, ewc.MergeOptions),
+        (ewc.sweep, ewc.SweepOptions),
+    ):
+        parameters = inspect.signature(function).parameters
+        assert parameters.keys() == {field.name for field in dataclasses.fields(options)} | {"progress"}
+        with pytest.raises(TypeError, match=rf"{function.__name__}\(\) has no argument 'lamda'\. "):
+            function("m.pt", "digits", lamda=1) if "data" in parameters else function("a", lamda=1)
+    with pytest.raises(TypeError, match="Did you mean 'lambdas'"):
+        ewc.dry_run(ewc.finetune, "mlp", "digits", lambda_=1)

@@ -45,7 +45,7 @@ from ewc_finetune.modules.finite import cpu_copy
 from ewc_finetune.modules.modes import normalisation_layers
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.runs.idle import CONSOLIDATE, say_idle
-from ewc_finetune.specs.options import check_keywords
+from ewc_finetune.specs.options import takes
 from ewc_finetune.specs.patterns import matching
 from ewc_finetune.specs.query import parse
 from ewc_finetune.storage.atomic import beside, check_output
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+@takes(ConsolidateOptions)
 def consolidate(
     model: str | Path | nn.Module, data: Any, *, progress: Progress | None = None, **options: Unpack[ConsolidateArgs]
 ) -> Anchor:
@@ -74,7 +75,6 @@ def consolidate(
     Raises:
         EwcError: naming what is wrong with the model, the data, an option or the file.
     """
-    check_keywords("consolidate", options, ConsolidateOptions)
     progress = progress or Silent()
     return run(plan(ConsolidateOptions(model=model, data=data, **options), progress), progress)
 

@@ -46,7 +46,7 @@ def dry_run(
     if options.get("resume") is not None:
         raise UsageError("--dry-run is of whole runs; leave it out to go on with one, or leave out --resume")
     declared, plan, cost = _PLANS[command]
-    check_keywords(command.__name__, options, declared)
+    check_keywords(command, options)
     progress = progress or Silent()
     return cost(plan(declared(model=model, data=data, **options), progress), progress)
 

@@ -26,12 +26,13 @@ from ewc_finetune.likelihood.base import Likelihood
 from ewc_finetune.likelihood.registry import get_likelihood
 from ewc_finetune.modules.devices import choose_device, on_device, random_state_kept
 from ewc_finetune.progress import Progress, Silent
-from ewc_finetune.specs.options import check_keywords
+from ewc_finetune.specs.options import takes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+@takes(EvaluateOptions)
 def evaluate(
     model: str | Path | nn.Module, data: Any, *, progress: Progress | None = None, **options: Unpack[EvaluateArgs]
 ) -> list[Score]:
@@ -47,7 +48,6 @@ def evaluate(
     Raises:
         EwcError: naming what is wrong with the model or the data.
     """
-    check_keywords("evaluate", options, EvaluateOptions)
     progress = progress or Silent()
     return run(plan(EvaluateOptions(model=model, data=data, **options), progress), progress)
 

@@ -16,13 +16,14 @@ from ewc_finetune.finetuning.options import FinetuneArgs, FinetuneOptions
 from ewc_finetune.finetuning.plan import plan
 from ewc_finetune.finetuning.run import run
 from ewc_finetune.progress import Progress, Silent
-from ewc_finetune.specs.options import check_keywords
+from ewc_finetune.specs.options import takes
 from ewc_finetune.storage.atomic import beside
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+@takes(FinetuneOptions)
 def finetune(
     model: str | Path | nn.Module | None,
     data: Any,
@@ -46,7 +47,6 @@ def finetune(
         EwcError: naming what is wrong with the model, an anchor, the data, an option or a file. If the run ends early
             (the loss becomes NaN, say), the state of the last evaluation is kept: see `run`.
     """
-    check_keywords("finetune", options, FinetuneOptions)
     progress = progress or Silent()
     return run(plan(FinetuneOptions(model=model, data=data, **options), progress), progress)
 

@@ -35,7 +35,7 @@ from ewc_finetune.penalty.options import MergeArgs, MergeOptions
 from ewc_finetune.penalty.quadratic import Quadratic, collapse, spread_lambdas
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.runs.idle import MERGE, say_idle
-from ewc_finetune.specs.options import check_declared, check_keywords
+from ewc_finetune.specs.options import check_declared, takes
 from ewc_finetune.storage.atomic import atomic_writes, check_output, storage_errors
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 _NOTED = 0.005
 
 
+@takes(MergeOptions)
 def merge(
     anchors: Anchor | str | Path | Sequence[Anchor | str | Path],
     *,
@@ -72,7 +73,6 @@ def merge(
     Raises:
         EwcError: naming what is wrong with an option, an anchor or a file.
     """
-    check_keywords("merge", options, MergeOptions)
     progress = progress or Silent()
     given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
     return run(plan(MergeOptions(anchors=given, **options), progress), progress)

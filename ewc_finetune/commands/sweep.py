@@ -10,7 +10,7 @@ from torch import nn
 
 from ewc_finetune.commands.finetune import default_output
 from ewc_finetune.progress import Progress, Silent
-from ewc_finetune.specs.options import check_keywords
+from ewc_finetune.specs.options import takes
 from ewc_finetune.storage.atomic import beside
 from ewc_finetune.sweeps.options import SweepArgs, SweepOptions
 from ewc_finetune.sweeps.plan import plan
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+@takes(SweepOptions)
 def sweep(
     model: str | Path | nn.Module | None, data: Any, *, progress: Progress | None = None, **options: Unpack[SweepArgs]
 ) -> Sweep:
@@ -37,7 +38,6 @@ def sweep(
     Raises:
         EwcError: naming what is wrong with an option, an anchor, the data or the folder; or if every run failed.
     """
-    check_keywords("sweep", options, SweepOptions)
     progress = progress or Silent()
     return run(plan(SweepOptions(model=model, data=data, **options), progress), progress)
 

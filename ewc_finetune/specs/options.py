@@ -6,16 +6,19 @@ back, and what may differ between two runs that are compared.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 from ewc_finetune.choices import check_choice
 from ewc_finetune.errors import UsageError, suggest
 
 _KEY = "option"
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -115,16 +118,47 @@ def check_declared(options: Any, only: Any = None) -> None:
             check_choice(name, value, found.choices)
 
 
-def check_keywords(function: str, given: Mapping[str, Any], options: Any) -> None:
+def takes(options: Any) -> Callable[[F], F]:
+    """Have a function that takes the options of a dataclass by keyword say which they are, and refuse others.
+
+    Args:
+        options: The dataclass; fields that the function names itself are its own affair.
+
+    Raises:
+        TypeError: when it is called with a keyword that there isn't, naming the nearest.
+    """
+
+    def taking(function: F) -> F:
+        found = inspect.signature(function)
+        own = [p for p in found.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        named = {p.name for p in own}
+        added = [
+            inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type)
+            for one in fields(options)
+            if one.name not in named
+        ]
+
+        @functools.wraps(function)
+        def checked(*arguments: Any, **given: Any) -> Any:
+            check_keywords(checked, given)
+            return function(*arguments, **given)
+
+        setattr(checked, "__signature__", found.replace(parameters=[*own, *added]))  # noqa: B010 - mypy knows none
+        return cast("F", checked)
+
+    return taking
+
+
+def check_keywords(function: Callable[..., object], given: Mapping[str, object]) -> None:
     """Refuse an argument that there isn't, as Python would, naming the nearest.
 
     Raises:
         TypeError: if there is one.
     """
-    known = {one.name for one in fields(options)}
+    known = inspect.signature(function).parameters
     for name in given:
         if name not in known:
-            raise TypeError(f"{function}() has no argument {name!r}. {suggest(name, known)}")
+            raise TypeError(f"{function.__name__}() has no argument {name!r}. {suggest(name, known)}")
 
 
 def is_number(value: object) -> bool:
