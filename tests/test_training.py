@@ -20,7 +20,7 @@ import ewc_finetune as ewc
 from ewc_finetune.checkpoint.formats.state_dict import save_object
 from ewc_finetune.data.domain import as_domain
 from ewc_finetune.errors import DataError, NonFiniteError, StorageError, UsageError
-from ewc_finetune.finetuning.observer import Journal
+from ewc_finetune.finetuning.observer import RunObserver
 from ewc_finetune.finetuning.schedule import Schedule
 from ewc_finetune.likelihood.active import Active
 from ewc_finetune.likelihood.registry import get_likelihood
@@ -309,17 +309,18 @@ def killing(monkeypatch):
     """Have a run end at its n-th line of the log, as if the process were gone."""
 
     def at(n):
-        log, lines = Journal.log, [0]
+        log, lines = RunObserver.log, [0]
 
         def counting(self, line):
             log(self, line)
             lines[0] += 1
             if lines[0] == n:
-                self.folder.stop = lambda status: self.folder._metrics.close()
+                folder = self.checkpoints.folder
+                folder.stop = lambda status: folder._metrics.close()
                 raise Killed
 
-        monkeypatch.setattr(Journal, "log", counting)
-        return lambda: monkeypatch.setattr(Journal, "log", log)
+        monkeypatch.setattr(RunObserver, "log", counting)
+        return lambda: monkeypatch.setattr(RunObserver, "log", log)
 
     return at
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ewc_finetune.checkpoint.checkpoint import Record
 from ewc_finetune.checkpoint.formats.state_dict import StateDict, save_state_dict
 from ewc_finetune.checkpoint.open import Opened
 from ewc_finetune.errors import OccupiedError, RetentionError, StorageError
@@ -20,12 +19,14 @@ from ewc_finetune.finetuning.best_state import Selection
 from ewc_finetune.finetuning.finetuned import Finetuned
 from ewc_finetune.finetuning.job import Job, ready
 from ewc_finetune.finetuning.layer_drift import movements
-from ewc_finetune.finetuning.observer import Journal
+from ewc_finetune.finetuning.observer import RunObserver, Sink
 from ewc_finetune.finetuning.options import FinetuneOptions
 from ewc_finetune.finetuning.plan import Plan, plan
+from ewc_finetune.finetuning.readings import Readings
 from ewc_finetune.finetuning.record import found
 from ewc_finetune.finetuning.request import asked, command_of
 from ewc_finetune.finetuning.resume import check_identities, check_left
+from ewc_finetune.finetuning.run_checkpoints import RunCheckpoints
 from ewc_finetune.finetuning.search_runs import search_by_trials
 from ewc_finetune.finetuning.trainer import Trainer, count_steps
 from ewc_finetune.finetuning.training_loss import training_loss, warning_of
@@ -65,22 +66,21 @@ def run(todo: Plan, progress: Progress) -> Finetuned:
         if folder is not None:
             folder.update(found=found(todo, job, strengths, search))
             state, history = folder.load_state()
-        # From here on it is the journal that undoes what a run leaves unfinished.
-        journal = _journal(todo, job, folder, _sinks(folder, options.tensorboard, state, closing), progress)
-        with _put_back(journal):
-            steps = _train(todo, job, journal, state, history, progress)
+        observer = _observer(todo, job, folder, _sinks(folder, options.tensorboard, state, closing), progress)
+        with _put_back(observer.checkpoints):
+            steps = _train(todo, job, observer, state, history, progress)
             if todo.output is not None and folder is not None:
-                _write(todo, job, journal, folder, todo.output, steps, progress)
+                _write(todo, job, observer, folder, todo.output, steps, progress)
     return Finetuned(
         model=job.start.model,
-        before=journal.before,
-        after=journal.scores,
-        history=journal.history,
+        before=observer.before,
+        after=observer.readings.scores,
+        history=observer.history,
         search=search,
         steps=steps,
-        step=journal.step,
-        training_loss=training_loss(journal.history),
-        retention=journal.retention,
+        step=observer.checkpoints.step,
+        training_loss=training_loss(observer.history),
+        retention=observer.readings.retention,
         norm_stats=todo.schedule.norm_stats or "frozen",
         lineage=job.record.lineage,
         head=job.record.head,
@@ -93,34 +93,26 @@ def _short_run(options: FinetuneOptions, progress: Progress) -> Finetuned:
     return run(plan(options, progress), progress)
 
 
-def _journal(
-    todo: Plan, job: Job, folder: RunFolder | None, sinks: Sequence[TensorBoard], progress: Progress
-) -> Journal:
-    return Journal(
-        job.start.model,
-        job.watched,
-        2 * todo.schedule.batch_size,
-        todo.device,
-        job.record,
-        folder,
-        None if todo.chosen is None else Selection(todo.chosen, todo.schedule.patience),
-        meters(job.start.model, todo.anchors, job.record.head),
-        todo.options.retain,
-        sinks,
-        isinstance(todo.options.model, nn.Module),
-        progress,
-        job.undoing.pop_all().close,
-    )
+def _observer(todo: Plan, job: Job, folder: RunFolder | None, sinks: Sequence[Sink], progress: Progress) -> RunObserver:
+    """Return what watches the run; from here on it undoes what a run leaves unfinished."""
+    model, size = job.start.model, 2 * todo.schedule.batch_size
+    selection = None if todo.chosen is None else Selection(todo.chosen, todo.schedule.patience)
+    readings = Readings(model, job.watched, meters(model, todo.anchors, job.record.head), size, todo.device)
+    of_caller = isinstance(todo.options.model, nn.Module)
+    checkpoints = RunCheckpoints(model, job.record, folder, selection, of_caller, job.undoing.pop_all().close)
+    return RunObserver(readings, checkpoints, sinks, todo.options.retain, progress)
 
 
 def _sinks(
     folder: RunFolder | None, tensorboard: bool, state: Mapping[str, Any] | None, closing: contextlib.ExitStack
-) -> list[TensorBoard]:
-    """Return where else the log goes."""
-    if folder is None or not tensorboard:
+) -> list[Sink]:
+    """Return where the log goes."""
+    if folder is None:
         return []
+    if not tensorboard:
+        return [folder]
     done = 0 if state is None else state["training"]["step"]
-    return [closing.enter_context(TensorBoard(folder.path / "tensorboard", done))]
+    return [folder, closing.enter_context(TensorBoard(folder.path / "tensorboard", done))]
 
 
 @contextlib.contextmanager
@@ -136,81 +128,81 @@ def _hint(folder: RunFolder, progress: Progress) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _put_back(journal: Journal) -> Iterator[None]:
+def _put_back(checkpoints: RunCheckpoints) -> Iterator[None]:
     """Put a caller's module back to its last good state, if the run ends early."""
     try:
         yield
     except BaseException:
-        journal.stop()
+        checkpoints.put_back()
         raise
 
 
 def _train(
     todo: Plan,
     job: Job,
-    journal: Journal,
+    observer: RunObserver,
     state: Mapping[str, Any] | None,
     history: list[dict[str, Any]],
     progress: Progress,
 ) -> int:
     """Train from the start or from a state, and leave the model as the run is to end; return the number of steps."""
     model, domain, schedule = job.start.model, job.new.domain, todo.schedule
-    shuffle = torch.Generator().manual_seed(todo.options.seed)
+    checkpoints, shuffle = observer.checkpoints, torch.Generator().manual_seed(todo.options.seed)
     if state is None:
-        journal.start()
+        observer.start()
     else:
         place = state["training"]
         check_left(schedule.epochs, place["epoch"] - (place["batch"] == 0))
-        journal.load_state(state["journal"], history)
-        progress.note(f"going on after step {journal.last:,}")
+        observer.load_state(state["journal"], history)
+        progress.note(f"going on after step {checkpoints.last:,}")
     total = count_steps(domain, schedule)
     with (
-        float32_weights(model) as journal.dtypes,
+        float32_weights(model) as checkpoints.dtypes,
         job.freezing(),
         progress.bar(f"fine-tuning on {domain.name}", total, "step") as bar,
     ):
-        trainer = Trainer(model, job.new, job.penalty, schedule, shuffle, bar, journal)
-        steps = trainer.run(None if state is None else state["training"], go_on=not journal.exhausted)
+        trainer = Trainer(model, job.new, job.penalty, schedule, shuffle, bar, observer)
+        steps = trainer.run(None if state is None else state["training"], go_on=not checkpoints.exhausted)
         if trainer.skipped:
             progress.note(f"{trainer.skipped:,} of {steps:,} steps were skipped, for gradients overflowed in fp16")
         if schedule.keeps_best:
-            journal.choose()
+            observer.choose()
     model.zero_grad(set_to_none=True)
     model.eval()
-    if journal.dtypes:
+    if checkpoints.dtypes:
         progress.note("half-precision weights were trained in float32 and are rounded back now")
-        journal.look_again()
-    loss = training_loss(journal.history)
+        observer.look_again()
+    loss = training_loss(observer.history)
     if loss is not None and loss.worse:
-        progress.note(warning_of(loss, journal.step, journal.last, job.penalty is not None))
-    journal.check_retention(journal.step)
+        progress.note(warning_of(loss, checkpoints.step, checkpoints.last, job.penalty is not None))
+    observer.check_retention(checkpoints.step)
     return steps
 
 
 def _write(
-    todo: Plan, job: Job, journal: Journal, folder: RunFolder, output: Path, steps: int, progress: Progress
+    todo: Plan, job: Job, observer: RunObserver, folder: RunFolder, output: Path, steps: int, progress: Progress
 ) -> None:
     """Write the checkpoint, and close the run folder."""
-    start = job.start
-    layers = movements(start.model, journal.start_weights, job.penalty)
-    loss = training_loss(journal.history)
+    start, checkpoints, readings = job.start, observer.checkpoints, observer.readings
+    layers = movements(start.model, checkpoints.start_weights, job.penalty)
+    loss = training_loss(observer.history)
     save = save_state_dict if start.checkpoint is None else start.checkpoint.save
-    with folder.writing(), _kept(start, job.record, journal, folder, output):
+    with folder.writing(), _kept(start, checkpoints, folder, output):
         save(output, start.model, job.record, overwrite=todo.overwrite)
     try:
-        draw_run(folder.path / "figure.png", journal.history, f"Fine-tuning on {job.new.name}")
+        draw_run(folder.path / "figure.png", observer.history, f"Fine-tuning on {job.new.name}")
     except StorageError as error:  # the model is there, which is what counts
         progress.note(str(error))
     folder.finish(
-        keep_last=todo.schedule.keeps_best and journal.step != journal.last,
+        keep_last=todo.schedule.keeps_best and checkpoints.step != checkpoints.last,
         written={"file": output.name, "sha256": sha256(output) if output.is_file() else None},
         steps=steps,
-        step=journal.step,
-        seconds=round(journal.elapsed(), 3),
+        step=checkpoints.step,
+        seconds=round(observer.elapsed(), 3),
         training_loss=None if loss is None else asdict(loss),
-        before=[asdict(found) for found in journal.before],
-        after=[asdict(found) for found in journal.scores],
-        retention=[asdict(found) for found in journal.retention] or None,
+        before=[asdict(found) for found in observer.before],
+        after=[asdict(found) for found in readings.scores],
+        retention=[asdict(found) for found in readings.retention] or None,
         layers=layers,
     )
 
@@ -240,7 +232,7 @@ def _folder(todo: Plan, output: Path) -> RunFolder:
 
 
 @contextlib.contextmanager
-def _kept(start: Opened, record: Record, journal: Journal, folder: RunFolder, output: Path) -> Iterator[None]:
+def _kept(start: Opened, checkpoints: RunCheckpoints, folder: RunFolder, output: Path) -> Iterator[None]:
     """Leave what was trained in the run folder as a state dict, if it cannot be written in its own format.
 
     Raises:
@@ -251,10 +243,10 @@ def _kept(start: Opened, record: Record, journal: Journal, folder: RunFolder, ou
     except OccupiedError:  # which says where the model is
         raise
     except Exception as error:
-        kept = folder.last if journal.step == journal.last else folder.best(journal.step)
+        kept = folder.last if checkpoints.step == checkpoints.last else folder.best(checkpoints.step)
         if not kept.exists():
             try:
-                save_state_dict(kept, start.model, record)
+                save_state_dict(kept, start.model, checkpoints.record)
             except StorageError:  # the disk may be what stopped it
                 raise error from None
         reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__

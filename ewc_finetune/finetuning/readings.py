@@ -1,0 +1,58 @@
+"""What is measured of a model while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ewc_finetune.evaluation.bound_domain import BoundDomain
+from ewc_finetune.evaluation.probe import Retention
+from ewc_finetune.evaluation.retention import Meter
+from ewc_finetune.evaluation.score import Score, score
+
+# Measuring a probe while the model trains may take this share of the training's own time, where going through the model
+# forwards takes a third of a step.
+_METERING = 0.05 * 3
+
+
+class Readings:
+    """Scores the watched domains, and measures what is kept of the anchors' probes.
+
+    Args:
+        model: As it is when it is read.
+        watched: The domains to score.
+        meters: Of the probes.
+        batch_size: Samples at once.
+        device: Where the model is.
+
+    Attributes:
+        scores: The latest of the domains.
+        retention: The latest of the probes.
+        spacing: So many steps lie between two readings of the probes, but for those of evaluations.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        watched: Sequence[BoundDomain],
+        meters: Sequence[Meter],
+        batch_size: int,
+        device: torch.device,
+    ) -> None:
+        self.model, self.watched, self.meters = model, watched, meters
+        self.batch_size, self.device = batch_size, device
+        self.scores: list[Score] = []
+        self.retention: list[Retention] = []
+        self.spacing = sum(meter.probe.samples for meter in meters) / (_METERING * batch_size / 2)
+
+    def score(self) -> list[Score]:
+        """Score every watched domain."""
+        self.scores = [score(self.model, bound, self.batch_size, self.device) for bound in self.watched]
+        return self.scores
+
+    def measure(self) -> list[Retention]:
+        """Measure what the model has kept of the answers in the probes."""
+        self.retention = [meter.read(self.model, self.device, self.batch_size) for meter in self.meters]
+        return self.retention
