@@ -529,3 +529,28 @@ def test_what_other_processes_cannot_have(job, tmp_path):
     _, _, options = job
     with pytest.raises(UsageError, match="leave --jobs at 1"):
         ewc.sweep(model, blobs(2, shift=1), anchors=anchor, output=tmp_path / "s", jobs=2, **options)
+
+
+def test_a_module_with_a_new_head_goes_on(tmp_path):
+    """What a sweep's runs were made from is known before anything is done to the model."""
+    model, data = trained(Small(), torch.float32), blobs(0)
+    anchor = ewc.consolidate(model, data)
+    options = {"anchors": anchor, "lambdas": [1.0], "epochs": 1, "eval_on": {"old": blobs(1), "data": data}}
+    for _ in range(2):
+        done = ewc.sweep(model, data, output=tmp_path / "s.sweep", head="new", **options)
+    assert len(done.tradeoff.outcomes) == 2
+
+
+def test_options_that_there_were_none_of_are_what_they_are_by_default(tmp_path):
+    """A run of an earlier version lacks what was declared since, and is the same run all the same."""
+    model, data = trained(Small(), torch.float32), blobs(0)
+    anchor = ewc.consolidate(model, data)
+    options = {"anchors": anchor, "lambdas": [1.0], "epochs": 1, "eval_on": {"old": blobs(1), "data": data}}
+    ewc.sweep(model, data, output=tmp_path / "s.sweep", **options)
+    for path in (tmp_path / "s.sweep").glob("*.run/run.json"):
+        document = json.loads(path.read_text())
+        del document["options"]["label-smoothing"]
+        path.write_text(json.dumps(document))
+    ewc.sweep(model, data, output=tmp_path / "s.sweep", **options)
+    with pytest.raises(UsageError, match="label-smoothing was 0.0, is 0.1"):
+        ewc.sweep(model, data, output=tmp_path / "s.sweep", label_smoothing=0.1, **options)

@@ -637,3 +637,28 @@ def test_functions_say_which_options_they_take():
             function("m.pt", "digits", lamda=1) if "data" in parameters else function("a", lamda=1)
     with pytest.raises(TypeError, match="Did you mean 'lambdas'"):
         ewc.dry_run(ewc.finetune, "mlp", "digits", lambda_=1)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"optimizer": ["adamw"]}, {"batch_size": [10]}, {"amp": ("x",)}, {"eval_every": [5]}]
+)
+def test_a_list_is_no_single_value(wrong):
+    with pytest.raises(UsageError, match=next(iter(wrong)).replace("_", " ")):
+        ewc.finetune(nn.Linear(4, 3), OLD, **wrong)
+
+
+def test_a_dry_run_refuses_what_the_run_would(tmp_path):
+    torch.save(nn.Linear(4, 3).state_dict(), tmp_path / "m.pt")
+    with pytest.raises(UsageError, match="does not come from the Hub"):
+        ewc.dry_run(
+            ewc.consolidate, tmp_path / "m.pt", OLD, anchor_weights="reference",
+            architecture="torch.nn:Linear?in_features=4&out_features=3",
+        )  # fmt: skip
+
+
+def test_an_empty_list_in_a_file_is_no_default(tmp_path, ewc_ft):
+    ewc_ft("finetune", "--model", "mlp?hidden=4", "--data", "digits?limit=40", "--epochs", 0, "-o", "m.pt")
+    ewc_ft("consolidate", "m.pt", "--data", "digits?limit=40", "-o", "a.safetensors")
+    (tmp_path / "c.toml").write_text('lambda = []\nanchors = ["a.safetensors"]\ndata = "digits?limit=40"\n')
+    said = ewc_ft("sweep", "--config", "c.toml", "-o", "s.sweep", expect=2).stderr
+    assert "the sweep has no lambda; expected at least one" in said

@@ -52,7 +52,7 @@ def _take(context: click.Context, path: Path, of_run: Callable[[MutableMapping[s
         return
     params = {_name(option): option for option in context.command.params}
     options = {n: o for n, o in params.items() if isinstance(o, DeclaredOption) and o.declared.filed}
-    never = {*params, *OLD_WORDS, "help"} - {*options}
+    never = {*params, *OLD_WORDS, "help", "resume"} - {*options}
     known: dict[str, Any] = {}
     try:
         found = read_config(path, options, never)

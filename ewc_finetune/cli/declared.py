@@ -51,7 +51,7 @@ def _made(one: Field[Any], known: Option, name: str) -> Callable[[F], F]:
         return click.option(
             *flag, cls=DeclaredOption, declared=known, is_flag=True, default=one.default, show_default=shown, help=told
         )
-    many = known.many or known.required
+    many = known.many or known.once
     default = one.default
     if isinstance(default, float) and default.is_integer():
         default = int(default)
@@ -62,7 +62,7 @@ def _made(one: Field[Any], known: Option, name: str) -> Callable[[F], F]:
         type=_type(one, known),
         multiple=many,
         required=known.required,
-        callback=_several(one.default, known.alone) if known.many else _only_one if known.required else None,
+        callback=_several(one.default, known.alone) if known.many else _only_one if known.once else None,
         default=None if many else default,
         show_default=not many and default is not None and known.unless is None,
         metavar=known.metavar,
@@ -110,7 +110,8 @@ def _several(unless: Any, alone: str | None) -> Callable[..., Any]:
 
     def values(context: click.Context, parameter: click.Parameter, given: tuple[Any, ...]) -> Any:
         if alone is None or alone not in given:
-            return _flat(given) or unless
+            said = context.get_parameter_source(str(parameter.name)) is not click.core.ParameterSource.DEFAULT
+            return _flat(given) or (unless if unless is None or not said else [])
         if len(given) > 1:
             raise click.BadParameter(f"{alone} stands for all of them; give it alone")
         return alone

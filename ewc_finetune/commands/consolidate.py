@@ -90,6 +90,7 @@ class ConsolidationPlan:
         domain: Its data.
         likelihood: Of all outputs.
         device: Where to compute.
+        reference: Where the weights are that the anchor refers to, if it does.
     """
 
     options: ConsolidateOptions
@@ -98,6 +99,7 @@ class ConsolidationPlan:
     domain: Domain
     likelihood: Likelihood
     device: torch.device
+    reference: dict[str, Any] | None
 
     @property
     def limit(self) -> int | None:
@@ -143,7 +145,8 @@ def plan(options: ConsolidateOptions, progress: Progress) -> ConsolidationPlan:
     if options.samples == "auto" and not domain.indexable:
         progress.note(f"{domain.name} comes in an order of its own, in which --samples auto takes it")
     rule = get_likelihood(options.likelihood or opened.likelihood)
-    return ConsolidationPlan(options, opened, excluded, domain, rule, device)
+    reference = refer_to_hub(opened) if options.anchor_weights == "reference" else None
+    return ConsolidationPlan(options, opened, excluded, domain, rule, device, reference)
 
 
 @dataclass(frozen=True)
@@ -226,7 +229,6 @@ def run(todo: ConsolidationPlan, progress: Progress) -> Anchor:
         EwcError: if model and data do not suit each other, or the file cannot be written.
     """
     options, opened = todo.options, todo.opened
-    reference = refer_to_hub(opened) if options.anchor_weights == "reference" else None
     fingerprint = Fingerprint()
     with _ready(todo, progress) as ready:
         probes = _probes(todo, ready, progress)
@@ -242,7 +244,7 @@ def run(todo: ConsolidationPlan, progress: Progress) -> Anchor:
             _provenance(todo, ready, found, fingerprint),
             importance=[asdict(layer) for layer in importance_by_layer(fisher, blocks.values(), ready.parameters)],
             curvature_storage=None if storage is None else storage.to_json(),
-            weights_reference=reference,
+            weights_reference=todo.reference,
         )
         anchor = Anchor(
             weights=cpu_copy(dict(opened.model.named_parameters())),

@@ -81,7 +81,7 @@ class Consolidating:
     """What curvature is taken, of what; see `ConsolidateOptions`."""
 
     model: str | Path | nn.Module | None = option(None)
-    data: Any = option(None, "The data that the model was trained on.", required=True, metavar="DATA")
+    data: Any = option(None, "The data that the model was trained on.", required=True, once=True, metavar="DATA")
     architecture: str | None = option(
         None,
         "What to build for a checkpoint that doesn't say: package.module:Class, mlp, cnn or torchvision:NAME, with "

@@ -37,8 +37,9 @@ def cost(todo: Plan, progress: Progress) -> Estimate:
         EwcError: if model and data do not suit each other.
     """
     files = [] if todo.output is None else [*written_as(todo.start, todo.output), beside(todo.output, ".run")]
+    identities = todo.identities  # of the model as it is, before it is given another head
     with ready(todo, todo.strengths, progress) as job:
-        return replace(_tried(todo, job), files=tuple(files), found=found(todo, job, todo.strengths, None))
+        return replace(_tried(todo, job), files=tuple(files), found=found(todo, job, identities, todo.strengths, None))
 
 
 def _tried(todo: Plan, job: Job) -> Estimate:

@@ -44,7 +44,7 @@ def _strength(text: str) -> float | str:
 class Starting:
     """What is adapted, and to what; see `FinetuneOptions`."""
 
-    data: Any = option(None, "The new domain.", required=True, metavar="DATA", code="data")
+    data: Any = option(None, "The new domain.", required=True, once=True, metavar="DATA", code="data")
     model: str | Path | nn.Module | None = option(
         None,
         "Start from this checkpoint, or from fresh weights of an architecture (mlp, cnn, torchvision:NAME, "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,9 +79,9 @@ class Plan:
     overwrite: bool
     earlier: Run | None
 
-    @cached_property
+    @property
     def identities(self) -> dict[str, Any]:
-        """What the run is made from, by digests and sizes."""
+        """What the run is made from, by digests and sizes, while nothing has been done to it."""
         told = isinstance(self.options.data, str)
         return identify(self.start, self.anchors, self.domain, self.scored, told, self.specs)
 

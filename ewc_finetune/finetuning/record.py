@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,8 +11,10 @@ from ewc_finetune.finetuning.lambda_search import Search
 from ewc_finetune.finetuning.plan import Plan
 
 
-def found(plan: Plan, job: Job, strengths: Sequence[float], search: Search | None) -> dict[str, Any]:
-    """Return what the options of a run turned out to be."""
+def found(
+    plan: Plan, job: Job, identities: Mapping[str, Any], strengths: Sequence[float], search: Search | None
+) -> dict[str, Any]:
+    """Return what the options of a run turned out to be; `identities` is what `identify` gave, before the job."""
     start, domain, watched = job.start, job.new.domain, [bound.domain for bound in job.watched]
     return {
         "model": start.label,
@@ -32,12 +34,12 @@ def found(plan: Plan, job: Job, strengths: Sequence[float], search: Search | Non
             "spec": domain.name,
             "split": domain.split,
             "size": domain.size,
-            "digest": plan.identities["the digest of the data"],
+            "digest": identities["the digest of the data"],
         },
         "eval": [{"spec": one.name, "split": one.split, "size": one.size} for one in watched],
         "input": job.new.layout.to_json(),
         "likelihood": plan.likelihood.name,
         "norm_stats": plan.schedule.norm_stats,
         "lambda_search": None if search is None else search.to_json(),
-        "identities": dict(plan.identities),
+        "identities": dict(identities),
     }

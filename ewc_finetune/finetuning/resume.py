@@ -9,7 +9,7 @@ from typing import Any
 from ewc_finetune._version import __version__
 from ewc_finetune.errors import UsageError
 from ewc_finetune.finetuning.options import FinetuneOptions
-from ewc_finetune.finetuning.request import asked
+from ewc_finetune.finetuning.request import asked, asked_then
 from ewc_finetune.progress import Progress
 from ewc_finetune.runs.folder import versions
 from ewc_finetune.runs.options_file import differences
@@ -31,7 +31,7 @@ def check_options(run: Run, options: FinetuneOptions, progress: Progress) -> Non
     sound = SOUND if options.needs_total else {*SOUND, "epochs"}
     if options.lambdas == "auto":  # what is looked for, and for how long
         sound = sound - {"epochs", "retain"}
-    then = run.document["options"]
+    then = asked_then(run.document["options"])
     found = differences({**asked(options), "output": then["output"]}, then)
     wrong = [text for name, text in found.items() if name not in sound]
     if wrong:

@@ -56,7 +56,10 @@ def run(todo: Plan, progress: Progress) -> Finetuned:
     """
     options = todo.options
     with contextlib.ExitStack() as closing:
-        folder = None if todo.output is None else closing.enter_context(_under_way(todo, todo.output, progress))
+        folder, identities = None, dict[str, Any]()
+        if todo.output is not None:
+            identities = todo.identities
+            folder = closing.enter_context(_under_way(todo, todo.output, identities, progress))
         search, strengths = None, todo.strengths
         if options.lambdas == "auto":
             search = search_by_trials(todo, _short_run, folder, progress)
@@ -64,7 +67,7 @@ def run(todo: Plan, progress: Progress) -> Finetuned:
         job = closing.enter_context(ready(todo, strengths, progress))
         state, history = None, list[dict[str, Any]]()
         if folder is not None:
-            folder.update(found=found(todo, job, strengths, search))
+            folder.update(found=found(todo, job, identities, strengths, search))
             state, history = folder.load_state()
         observer = _observer(todo, job, folder, _sinks(folder, options.tensorboard, state, closing), progress)
         with _put_back(observer.checkpoints):
@@ -208,20 +211,20 @@ def _write(
 
 
 @contextlib.contextmanager
-def _under_way(todo: Plan, output: Path, progress: Progress) -> Iterator[RunFolder]:
+def _under_way(todo: Plan, output: Path, identities: Mapping[str, Any], progress: Progress) -> Iterator[RunFolder]:
     """Have the run folder while the run is under way, in which a signal waits until it can be left in order."""
-    with signals.deferred(), _folder(todo, output) as folder, _hint(folder, progress):
+    with signals.deferred(), _folder(todo, output, identities) as folder, _hint(folder, progress):
         yield folder
 
 
-def _folder(todo: Plan, output: Path) -> RunFolder:
+def _folder(todo: Plan, output: Path, identities: Mapping[str, Any]) -> RunFolder:
     """Open the run folder: a new one, or that of the run to go on with, if it is still the same run."""
     options, command = asked(todo.options), command_of(todo.options)
     unsaid = names_of(FinetuneOptions, lambda known: not known.filed)
     if todo.earlier is None:
-        return RunFolder.create(beside(output, ".run"), todo.overwrite, options, command, todo.identities, unsaid)
+        return RunFolder.create(beside(output, ".run"), todo.overwrite, options, command, identities, unsaid)
     options["output"] = todo.earlier.document["options"]["output"]
-    check_identities(todo.earlier, todo.identities)
+    check_identities(todo.earlier, identities)
     folder = RunFolder.reopen(todo.earlier.path)
     try:
         folder.take_up(options, command, unsaid)

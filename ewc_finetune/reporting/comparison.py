@@ -12,6 +12,7 @@ from ewc_finetune.reporting.charts import Curve, linear_axis, scatter
 from ewc_finetune.reporting.figure import Figure
 from ewc_finetune.reporting.measures import Measure, measure_of, short
 from ewc_finetune.reporting.outcome import Outcome, data_key, said_of, sentence
+from ewc_finetune.specs.options import Setting
 
 _COLOURS = ("k0", "k2", "k3", "k4", "k5")
 
@@ -26,8 +27,7 @@ class Group:
         old: The old domains that all of them were scored on, as far as they were on any.
         main: The run to look at first: the best held one.
         best: Whether it was found to be the best of several.
-        settings: Options that change what a run learns, beside its anchors and lambda; and whether they are of its
-            training, which a plain run and the one beside it should share.
+        settings: Options that change what a run learns, beside its anchors and lambda.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -35,7 +35,7 @@ class Group:
     old: tuple[str, ...]
     main: Outcome
     best: bool
-    settings: Mapping[str, bool]
+    settings: Mapping[str, Setting]
 
     def retention(self, outcome: Outcome) -> float | None:
         """Return what a run kept: its mean score on the old domains, or what the probes say where none was scored."""
@@ -74,7 +74,7 @@ class Group:
 
     def differing(self) -> list[str]:
         """Return the options in which the runs differ, beside anchors and lambda."""
-        return [key for key in self.settings if len({_option(one, key) for one in self.outcomes}) > 1]
+        return [key for key in self.settings if len({self._option(one, key) for one in self.outcomes}) > 1]
 
     def unlike_plain(self, outcome: Outcome) -> list[str]:
         """Return the options of training in which a run differs from the plain one beside it."""
@@ -82,8 +82,19 @@ class Group:
         return [] if plain is None else self._unlike(plain, outcome)
 
     def _unlike(self, one: Outcome, other: Outcome) -> list[str]:
-        of_training = [name for name, is_of_training in self.settings.items() if is_of_training]
-        return [name for name in of_training if _option(one, name) != _option(other, name)]
+        of_training = [name for name, setting in self.settings.items() if setting.of_training]
+        return [name for name in of_training if self._option(one, name) != self._option(other, name)]
+
+    def _option(self, outcome: Outcome, key: str) -> str:
+        """Return what an option of a run was; one that there was none of then was what it is by default."""
+        options, default = outcome.options, self.settings[key].default
+        value = outcome.found.get("norm_stats") if key == "norm-stats" else options.get(key, default)
+        return json.dumps(value, sort_keys=True)
+
+    def option_text(self, outcome: Outcome, key: str) -> str:
+        """Return the value of an option, as a table has it."""
+        text = self._option(outcome, key)
+        return short("default" if text == "null" else text.strip('"'))
 
     def frontier(self) -> Figure | None:
         """Draw retention against plasticity, a point for each run; None where fewer than two have both."""
@@ -155,7 +166,7 @@ def draw_frontier(
     return Figure("Frontier", scatter(curves, x, y, title, chosen), legend, reading)
 
 
-def grouped(outcomes: Sequence[Outcome], settings: Mapping[str, bool]) -> list[Group]:
+def grouped(outcomes: Sequence[Outcome], settings: Mapping[str, Setting]) -> list[Group]:
     """Put runs on the same new data together; groups with a penalty to look at come first.
 
     Args:
@@ -169,7 +180,7 @@ def grouped(outcomes: Sequence[Outcome], settings: Mapping[str, bool]) -> list[G
     return sorted(found, key=lambda group: not any(one.held for one in group.outcomes))
 
 
-def _group(outcomes: Sequence[Outcome], settings: Mapping[str, bool]) -> Group:
+def _group(outcomes: Sequence[Outcome], settings: Mapping[str, Setting]) -> Group:
     measure = measure_of([score for one in outcomes for score in (*one.before.values(), *one.after.values())])
     scored = [set(one.old) for one in outcomes if one.old]
     common = set.intersection(*scored) if scored else set()
@@ -186,14 +197,3 @@ def _group(outcomes: Sequence[Outcome], settings: Mapping[str, bool]) -> Group:
             best, most = one, good
     main = best or next(iter([one for one in held if one.finished] or held or outcomes))
     return Group(tuple(outcomes), measure, old, main, best is not None and len(held) > 1, settings)
-
-
-def _option(outcome: Outcome, key: str) -> str:
-    value = outcome.found.get("norm_stats") if key == "norm-stats" else outcome.options.get(key)
-    return json.dumps(value, sort_keys=True)
-
-
-def option_text(outcome: Outcome, key: str) -> str:
-    """Return the value of an option, as a table has it."""
-    text = _option(outcome, key)
-    return short("default" if text == "null" else text.strip('"'))

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from ewc_finetune._version import __version__
 from ewc_finetune.reporting.charts import bar
-from ewc_finetune.reporting.comparison import Group, option_text
+from ewc_finetune.reporting.comparison import Group
 from ewc_finetune.reporting.figure import Figure
 from ewc_finetune.reporting.layers import percent
 from ewc_finetune.reporting.measures import NOTHING, listed, short
@@ -110,7 +110,7 @@ def _table(group: Group) -> Table:
     }
     if len({one.kind for one in group.outcomes if one.held}) > 1:
         columns["Penalty"] = [one.kind for one in group.outcomes]
-    columns |= {key: [option_text(one, key) for one in group.outcomes] for key in differing}
+    columns |= {key: [group.option_text(one, key) for one in group.outcomes] for key in differing}
     if any(not one.finished for one in group.outcomes):
         columns["Status"] = [one.run.document["status"].partition(":")[0] for one in group.outcomes]
     main = group.outcomes.index(group.main) if group.best else None

@@ -37,7 +37,8 @@ class Option:
         metavar: What its value is called in the help.
         many: Whether it may be given several times.
         alone: A value that stands for all of many, and is given alone.
-        required: Whether it must be given; once, unless it may be given several times.
+        required: Whether it must be given.
+        once: Whether it is refused where it is given twice, of which the last would win unnoticed.
         unless: What the help says of the default, where the value does not.
         recorded: Whether a run records it.
         filed: Whether a file may say it: whose files may be replaced, and whose code may run, is for whoever gives the
@@ -61,6 +62,7 @@ class Option:
     many: bool = False
     alone: str | None = None
     required: bool = False
+    once: bool = False
     unless: str | None = None
     recorded: bool = True
     filed: bool = True
@@ -93,9 +95,26 @@ def names_of(options: Any, which: Callable[[Option], object]) -> set[str]:
     return {spoken(options, one.name) for one, found in declared(options) if which(found)}
 
 
-def settings(options: Any) -> dict[str, bool]:
-    """Return the names of the options that runs are told apart by, and whether each is one of training."""
-    return {spoken(options, one.name): known.setting == "training" for one, known in declared(options) if known.setting}
+@dataclass(frozen=True)
+class Setting:
+    """An option that runs are told apart by.
+
+    Attributes:
+        default: What it is unless it is given.
+        of_training: Whether a plain run and a held one should share it.
+    """
+
+    default: Any
+    of_training: bool
+
+
+def settings(options: Any) -> dict[str, Setting]:
+    """Return the options that runs are told apart by, by their names on the command line."""
+    return {
+        spoken(options, one.name): Setting(one.default, known.setting == "training")
+        for one, known in declared(options)
+        if known.setting
+    }
 
 
 def check_declared(options: Any, only: Any = None) -> None:
@@ -110,7 +129,7 @@ def check_declared(options: Any, only: Any = None) -> None:
     """
     for one, found in declared(only or options):
         value, name = getattr(options, one.name), one.name.replace("_", " ")
-        if value is None or isinstance(value, (list, tuple)):
+        if value is None or found.many:
             continue
         if found.least is not None and (not is_number(value) or value != int(value) or value < found.least):
             raise UsageError(f"{name} is {value}; expected a whole number, at least {found.least}")

@@ -18,6 +18,8 @@ from ewc_finetune.specs.ranges import read_lambdas, read_seeds
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from typing_extensions import Required
+
     from ewc_finetune.anchor.anchor import Anchor
 
 DEFAULT_LAMBDAS = (1.0, 10.0, 100.0, 1000.0, 10000.0)
@@ -126,14 +128,14 @@ class SweepOptions(Adapting, Schedule, Grid, Starting):
 class SweepArgs(Training, total=False):
     """The arguments of `sweep` beside model and data, for type checkers; see `SweepOptions`."""
 
-    anchors: Anchor | str | Path | Sequence[Anchor | str | Path | Sequence[Anchor | str | Path]]
+    anchors: Required[Anchor | str | Path | Sequence[Anchor | str | Path | Sequence[Anchor | str | Path]]]
     lambdas: Sequence[float]
     penalty_forms: Sequence[PenaltyForm]
     seeds: Sequence[int]
     plain: bool
     jobs: int
     discard: bool
-    output: str | Path
+    output: Required[str | Path]
     overwrite: bool
     architecture: str | None
     trust_code: bool

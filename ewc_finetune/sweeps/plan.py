@@ -21,7 +21,7 @@ from ewc_finetune.evaluation.cost import Estimate
 from ewc_finetune.finetuning.cost import cost
 from ewc_finetune.finetuning.options import FinetuneOptions
 from ewc_finetune.finetuning.plan import plan as plan_run
-from ewc_finetune.finetuning.request import asked
+from ewc_finetune.finetuning.request import asked, asked_then
 from ewc_finetune.finetuning.resume import SOUND
 from ewc_finetune.progress import Bar, Progress, Silent
 from ewc_finetune.reporting.outcome import new_domain
@@ -219,7 +219,9 @@ def _differing(swept: SweepPlan, run: Run, point: Point | None) -> list[str]:
     if plain and finished:  # anchors have no part in plain fine-tuning
         ignored = {*ignored, "anchors"}
     now = asked(options.of_run(**like.options))
-    texts = [text for name, text in differences(now, run.document["options"]).items() if name not in ignored]
+    texts = [
+        text for name, text in differences(now, asked_then(run.document["options"])).items() if name not in ignored
+    ]
     then = run.document.get("found")
     if then is None or texts:
         return texts
