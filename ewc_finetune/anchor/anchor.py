@@ -1,8 +1,8 @@
 """The anchor: what stands in for the old data. Its schema, and how it is saved, loaded and validated.
 
 A safetensors file, format version 1. Tensors: `fisher.<parameter>` (float32), `anchor.<parameter>` and
-`buffer.<name>` (as in the checkpoint), and `kfac.<layer>...` (see `block_file`). A parameter that is in none of
-`fisher.` and `kfac.` is free. If there are probes, `probe.<n>...` too (see `probe_file`). Metadata, text to text:
+`buffer.<name>` (as in the checkpoint), and `kfac.<layer>...` (see `kronecker_tensors`). A parameter that is in none of
+`fisher.` and `kfac.` is free. If there are probes, `probe.<n>...` too (see `probe_tensors`). Metadata, text to text:
 `format`, `format_version`, and `anchor`, a JSON document with the fields of `Provenance`.
 
 Version 2, which is written only where it is needed: with `scale.<parameter>` (float32, shape `()`), the Fisher is its

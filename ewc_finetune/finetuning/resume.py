@@ -55,7 +55,7 @@ def check_options(run: Run, options: FinetuneOptions, progress: Progress) -> Non
 
 
 def check_identities(run: Run, identities: Mapping[str, Any]) -> None:
-    """Refuse to go on where model, anchors or data are others than the run was started with (`recording.identify`).
+    """Refuse to go on where model, anchors or data are others than the run was started with (`fingerprint.identify`).
 
     Raises:
         UsageError: listing what differs.

@@ -1,6 +1,6 @@
 """What a run folder says, read back: `run.json` checked, `metrics.jsonl` as far as it is whole.
 
-`run_folder` writes it; this needs no torch.
+`folder` writes it; this needs no torch.
 """
 
 from __future__ import annotations
