@@ -52,10 +52,11 @@ class Provenance:
         scores: The checkpoint's own `loss` and `accuracy` on the data of the Fisher.
         input: How samples are presented to the model (`Layout`), for whoever uses the anchor next.
         classes: Names of the classes, where they are known.
-        probes: Of each probe in the file (`probe_tensors.Probe`): the `data` and `split` that its inputs are of, how many
-            `samples`, their `likelihood`, `layout` and `active` outputs (None: all), and the `seed` of their choice.
-        curvature_storage: Of a diagonal in half precision its `dtype`, and what that costs (`storage.Storage`); None in
-            float32.
+        probes: Of each probe in the file (`probe_tensors.Probe`): the `data` and `split` that its inputs are of, how
+            many `samples`, their `likelihood`, `layout` and `active` outputs (None: all), and the `seed` of their
+            choice.
+        curvature_storage: Of a diagonal in half precision its `dtype`, and what that costs (`half_precision.Storage`);
+            None in float32.
         weights_reference: Of weights that are not in the file but in a repository on the Hub: see `reference`. None if
             all are in the file.
     """

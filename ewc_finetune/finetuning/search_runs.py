@@ -41,9 +41,30 @@ def search_by_trials(
     """
     if not plan.anchors:
         raise UsageError("--lambda auto looks for the strength of a penalty, and there is none without --anchors")
+    short = _short(plan)
+    remembered: list[Trial] = []
+    if folder is not None:
+        remembered += [Trial.read(document) for document in folder.document.get("trials", [])]
+
+    def run(strength: float | None) -> Trial:
+        made = next((trial for trial in remembered if trial.strength == strength), None)
+        if made is None:
+            model = copy.deepcopy(short.model) if isinstance(short.model, nn.Module) else short.model
+            lambdas = [0.0 if strength is None else strength * ratio for ratio in plan.strengths]
+            done = finetune(replace(short, model=model, lambdas=lambdas), OnlyBars(progress))
+            made = _trial(plan, strength, done)
+            remembered.append(made)
+            if folder is not None:
+                folder.keep_trials([trial.to_json() for trial in remembered])
+        return made
+
+    return search_lambda(run, plan.aim, progress)
+
+
+def _short(plan: Plan) -> FinetuneOptions:
+    """Return the options of a short run, but for lambda."""
     trained, held_out = split(plan.domain, plan.options.seed)
-    model, lineage = plan.options.model, plan.options.lineage
-    alike = replace(
+    return replace(
         plan.options,
         data=trained,
         anchors=plan.anchors,
@@ -61,40 +82,21 @@ def search_by_trials(
         resume=None,
         tensorboard=False,
     )
-    remembered: list[Trial] = []
-    if folder is not None:
-        remembered += [Trial.read(document) for document in folder.document.get("trials", [])]
 
-    def make(strength: float | None) -> Trial:
-        done = finetune(
-            replace(
-                alike,
-                model=copy.deepcopy(model) if isinstance(model, nn.Module) else model,
-                lambdas=[0.0 if strength is None else strength * ratio for ratio in plan.strengths],
-            ),
-            OnlyBars(progress),
-        )
-        held = of_one_head(plan.anchors, done.head)
-        growing = _grown(done.model, plan.options.head)
-        return Trial(
-            strength=strength,
-            before=done.before[0],
-            score=done.after[0],
-            watched=tuple(done.after[1:]),
-            retention=tuple(done.retention),
-            distance=Penalty(done.model, held, plan.strengths, "gradient", lineage, growing=growing).value(),
-        )
 
-    def run(strength: float | None) -> Trial:
-        made = next((trial for trial in remembered if trial.strength == strength), None)
-        if made is None:
-            made = make(strength)
-            remembered.append(made)
-            if folder is not None:
-                folder.keep_trials([trial.to_json() for trial in remembered])
-        return made
-
-    return search_lambda(run, plan.aim, progress)
+def _trial(plan: Plan, strength: float | None, done: Finetuned) -> Trial:
+    """Return what is to be known of a short run."""
+    held = of_one_head(plan.anchors, done.head)
+    growing = _grown(done.model, plan.options.head)
+    penalty = Penalty(done.model, held, plan.strengths, "gradient", plan.options.lineage, growing=growing)
+    return Trial(
+        strength=strength,
+        before=done.before[0],
+        score=done.after[0],
+        watched=tuple(done.after[1:]),
+        retention=tuple(done.retention),
+        distance=penalty.value(),
+    )
 
 
 def _grown(model: nn.Module, head: str) -> tuple[str, ...]:
