@@ -31,6 +31,7 @@ from ewc_finetune.checkpoint.builtin_models import MLP
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.layout import Layout
 from ewc_finetune.data.sources import load_domain
+from ewc_finetune.evaluation.bound_domain import BoundDomain
 from ewc_finetune.evaluation.probe import take_probe
 from ewc_finetune.likelihood.registry import get_likelihood
 
@@ -104,7 +105,8 @@ def run_seed(seed: int, data_dir: Path | None, quick: bool) -> list[Reading]:
 
 def probe_of(model: nn.Module, domain: Domain, size: int, draw: int) -> ewc.Probe:
     layout = Layout((1, 28, 28), flat=True, bytes_to_unit=True)
-    return take_probe(model, domain, layout, get_likelihood("categorical"), size, draw, torch.device("cpu"))
+    bound = BoundDomain(domain, layout, get_likelihood("categorical"), (10,))
+    return take_probe(model, bound, size, draw, torch.device("cpu"))
 
 
 def make_table(readings: list[Reading]) -> str:
