@@ -392,7 +392,7 @@ def test_a_thousand_anchors_in_the_memory_of_one(tmp_path):
 import resource, sys, torch
 from pathlib import Path
 from ewc_finetune import Anchor
-from ewc_finetune.stack import collapse
+from ewc_finetune.penalty.quadratic import collapse
 paths = sorted(Path(sys.argv[1]).glob("*.safetensors"))[: int(sys.argv[2])]
 collapse([Anchor.open(paths[0])], [1.0])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

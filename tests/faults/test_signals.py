@@ -149,7 +149,7 @@ def test_functions_leave_signals_alone():
 
 SCRIPT = """
 import os, signal
-from ewc_finetune import signals
+from ewc_finetune.storage import signals
 def program():
 {body}
 signals.run(program)
@@ -190,7 +190,7 @@ def test_a_second_signal_does_not_wait(tmp_path):
 
 
 def test_what_is_half_written_is_removed_at_once(tmp_path):
-    body = "from pathlib import Path\nfrom ewc_finetune.files import atomic_write\n"
+    body = "from pathlib import Path\nfrom ewc_finetune.storage.atomic import atomic_write\n"
     body += f"with atomic_write(Path('a')) as temporary:\n    temporary.write_bytes(b'half')\n    {KILL}"
     assert ran(body, tmp_path) == (143, "", "Terminated.\n")
     assert not list(tmp_path.iterdir())
