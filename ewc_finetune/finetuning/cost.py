@@ -37,7 +37,7 @@ def cost(todo: Plan, progress: Progress) -> Estimate:
         EwcError: if model and data do not suit each other.
     """
     files = [] if todo.output is None else [*written_as(todo.start, todo.output), beside(todo.output, ".run")]
-    identities = todo.identities  # of the model as it is, before it is given another head
+    identities = todo.identify()  # of the model as it is, before it is given another head
     with ready(todo, todo.strengths, progress) as job:
         return replace(_tried(todo, job), files=tuple(files), found=found(todo, job, identities, todo.strengths, None))
 

@@ -79,9 +79,8 @@ class Plan:
     overwrite: bool
     earlier: Run | None
 
-    @property
-    def identities(self) -> dict[str, Any]:
-        """What the run is made from, by digests and sizes, while nothing has been done to it."""
+    def identify(self) -> dict[str, Any]:
+        """Return what the run is made from, by digests and sizes; to be asked before anything is done to it."""
         told = isinstance(self.options.data, str)
         return identify(self.start, self.anchors, self.domain, self.scored, told, self.specs)
 

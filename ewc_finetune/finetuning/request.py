@@ -11,7 +11,10 @@ from ewc_finetune.data.domain import Domain
 from ewc_finetune.finetuning.options import FinetuneOptions
 from ewc_finetune.hub.address import HubAddress
 from ewc_finetune.runs.options_file import to_command
-from ewc_finetune.specs.options import declared, spoken
+from ewc_finetune.specs.options import declared, names_of, spoken
+
+# Options that no file may say.
+UNSAID = names_of(FinetuneOptions, lambda known: not known.filed)
 
 
 def asked(options: FinetuneOptions) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from ewc_finetune._version import __version__
 from ewc_finetune.errors import UsageError
 from ewc_finetune.finetuning.options import FinetuneOptions
-from ewc_finetune.finetuning.request import asked, asked_then
+from ewc_finetune.finetuning.request import UNSAID, asked, asked_then
 from ewc_finetune.progress import Progress
 from ewc_finetune.runs.folder import versions
 from ewc_finetune.runs.options_file import differences
@@ -19,7 +19,6 @@ from ewc_finetune.storage.atomic import beside
 
 # What does not change what is trained: the run ends as it would have, but for rounding and what is drawn at random.
 SOUND = names_of(FinetuneOptions, lambda known: known.sound)
-_UNSAID = names_of(FinetuneOptions, lambda known: not known.filed)
 
 
 def check_options(run: Run, options: FinetuneOptions, progress: Progress) -> None:
@@ -39,7 +38,7 @@ def check_options(run: Run, options: FinetuneOptions, progress: Progress) -> Non
             f"the run {run.path} cannot go on with other options: {'; '.join(wrong)}. Leave them out, or start "
             "another run with another --output"
         )
-    for text in (text for name, text in found.items() if name not in _UNSAID):
+    for text in (text for name, text in found.items() if name not in UNSAID):
         progress.note(f"going on with another option: {text}")
     now, then = versions(), run.document.get("versions") or {}
     if then.get("ewc_finetune") != __version__:

@@ -24,7 +24,7 @@ from ewc_finetune.finetuning.options import FinetuneOptions
 from ewc_finetune.finetuning.plan import Plan, plan
 from ewc_finetune.finetuning.readings import Readings
 from ewc_finetune.finetuning.record import found
-from ewc_finetune.finetuning.request import asked, command_of
+from ewc_finetune.finetuning.request import UNSAID, asked, command_of
 from ewc_finetune.finetuning.resume import check_identities, check_left
 from ewc_finetune.finetuning.run_checkpoints import RunCheckpoints
 from ewc_finetune.finetuning.search_runs import search_by_trials
@@ -35,7 +35,6 @@ from ewc_finetune.progress import Progress
 from ewc_finetune.reporting.plots import draw_run
 from ewc_finetune.runs.folder import RunFolder
 from ewc_finetune.runs.tensorboard import TensorBoard
-from ewc_finetune.specs.options import names_of
 from ewc_finetune.storage import signals
 from ewc_finetune.storage.atomic import beside, sha256
 
@@ -58,7 +57,7 @@ def run(todo: Plan, progress: Progress) -> Finetuned:
     with contextlib.ExitStack() as closing:
         folder, identities = None, dict[str, Any]()
         if todo.output is not None:
-            identities = todo.identities
+            identities = todo.identify()
             folder = closing.enter_context(_under_way(todo, todo.output, identities, progress))
         search, strengths = None, todo.strengths
         if options.lambdas == "auto":
@@ -220,14 +219,13 @@ def _under_way(todo: Plan, output: Path, identities: Mapping[str, Any], progress
 def _folder(todo: Plan, output: Path, identities: Mapping[str, Any]) -> RunFolder:
     """Open the run folder: a new one, or that of the run to go on with, if it is still the same run."""
     options, command = asked(todo.options), command_of(todo.options)
-    unsaid = names_of(FinetuneOptions, lambda known: not known.filed)
     if todo.earlier is None:
-        return RunFolder.create(beside(output, ".run"), todo.overwrite, options, command, identities, unsaid)
+        return RunFolder.create(beside(output, ".run"), todo.overwrite, options, command, identities, UNSAID)
     options["output"] = todo.earlier.document["options"]["output"]
     check_identities(todo.earlier, identities)
     folder = RunFolder.reopen(todo.earlier.path)
     try:
-        folder.take_up(options, command, unsaid)
+        folder.take_up(options, command, UNSAID)
     except BaseException:
         folder.stop("interrupted")
         raise
