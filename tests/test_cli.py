@@ -1,6 +1,5 @@
 """Every command through click's runner, as a user would type it, and the ways in which it can go wrong."""
 
-import dataclasses
 import json
 import os
 import re
@@ -18,11 +17,6 @@ from torch import nn
 
 from ewc_finetune import __version__
 from ewc_finetune.anchor.anchor import Anchor
-from ewc_finetune.curvature.options import ConsolidateArgs, ConsolidateOptions
-from ewc_finetune.evaluation.options import EvaluateArgs, EvaluateOptions
-from ewc_finetune.finetuning.options import FinetuneArgs, FinetuneOptions
-from ewc_finetune.penalty.options import MergeArgs, MergeOptions
-from ewc_finetune.sweeps.options import SweepArgs, SweepOptions
 
 DATA = "digits?limit=300"
 NEW = "digits?limit=300&rotate=90"
@@ -416,20 +410,6 @@ def test_a_disk_without_room(start, command):
     assert "cannot write" in errors
     assert "Traceback" not in errors
     assert sorted(p.name for p in start.iterdir() if p.name != "mpl") == before
-
-
-@pytest.mark.parametrize(
-    ("options", "arguments", "positional"),
-    [
-        (FinetuneOptions, FinetuneArgs, {"model", "data"}),
-        (SweepOptions, SweepArgs, {"model", "data"}),
-        (EvaluateOptions, EvaluateArgs, {"model", "data"}),
-        (ConsolidateOptions, ConsolidateArgs, {"model", "data"}),
-        (MergeOptions, MergeArgs, {"anchors"}),
-    ],
-)
-def test_type_checkers_know_every_option(options, arguments, positional):
-    assert {field.name for field in dataclasses.fields(options)} == arguments.__annotations__.keys() | positional
 
 
 def test_the_fisher_of_a_folder_of_images(ewc_ft, start, tmp_path):

@@ -456,7 +456,7 @@ def test_every_option_is_recorded():
     from ewc_finetune.finetuning.options import FinetuneOptions
     from ewc_finetune.finetuning.request import asked
 
-    known = asked(FinetuneOptions())
+    known = asked(FinetuneOptions(None, None))
     assert {field.name.replace("_", "-") for field in dataclasses.fields(Schedule)} <= known.keys()
     assert {"lambda", "eval", "arch", "anchors", "select-on", "freeze"} <= known.keys()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import Field
+from dataclasses import MISSING, Field
 from typing import Any, TypeVar
 
 import click
@@ -52,7 +52,7 @@ def _made(one: Field[Any], known: Option, name: str) -> Callable[[F], F]:
             *flag, cls=DeclaredOption, declared=known, is_flag=True, default=one.default, show_default=shown, help=told
         )
     many = known.many or known.once
-    default = one.default
+    default = None if one.default is MISSING else one.default
     if isinstance(default, float) and default.is_integer():
         default = int(default)
     return click.option(
@@ -62,7 +62,7 @@ def _made(one: Field[Any], known: Option, name: str) -> Callable[[F], F]:
         type=_type(one, known),
         multiple=many,
         required=known.required,
-        callback=_several(one.default, known.alone) if known.many else _only_one if known.once else None,
+        callback=_several(default, known.alone) if known.many else _only_one if known.once else None,
         default=None if many else default,
         show_default=not many and default is not None and known.unless is None,
         metavar=known.metavar,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from ewc_finetune.checkpoint.weights_reference import refer_to_hub
 from ewc_finetune.curvature.fisher import Fisher, compute_fisher
 from ewc_finetune.curvature.importance import importance_by_layer
 from ewc_finetune.curvature.kronecker_factors import check_rank
-from ewc_finetune.curvature.options import ConsolidateArgs, ConsolidateOptions
+from ewc_finetune.curvature.options import ConsolidateOptions
 from ewc_finetune.data.domain import Batch, Domain, Fingerprint
 from ewc_finetune.data.layout import feed
 from ewc_finetune.data.sources import resolve_domain
@@ -43,31 +43,21 @@ from ewc_finetune.modules.batch import count, take
 from ewc_finetune.modules.devices import choose_device, on_device, random_state_kept
 from ewc_finetune.modules.finite import cpu_copy
 from ewc_finetune.modules.modes import normalisation_layers
-from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.runs.idle import CONSOLIDATE, say_idle
 from ewc_finetune.specs.options import takes
 from ewc_finetune.specs.patterns import matching
 from ewc_finetune.specs.query import parse
 from ewc_finetune.storage.atomic import beside, check_output
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 @takes(ConsolidateOptions)
-def consolidate(
-    model: str | Path | nn.Module, data: Any, *, progress: Progress | None = None, **options: Unpack[ConsolidateArgs]
-) -> Anchor:
+def consolidate(options: ConsolidateOptions) -> Anchor:
     """Compute the Fisher of a trained model on its data, and make an anchor of both.
 
     The model is left exactly as it was. The same seed on the same machine gives the same bytes.
 
     Args:
-        model: A module, a checkpoint file or model folder, or `hf:org/name`.
-        data: The data it was trained on: a data spec (its train split unless it says), dataset or loader. It needs no
-            labels, but for the `empirical` and `batched` estimators.
-        progress: Told what happens.
-        options: See `ConsolidateOptions`.
+        options: Model and data, and by their names the others of `ConsolidateOptions`.
 
     Returns:
         The anchor, on the CPU.
@@ -75,8 +65,7 @@ def consolidate(
     Raises:
         EwcError: naming what is wrong with the model, the data, an option or the file.
     """
-    progress = progress or Silent()
-    return run(plan(ConsolidateOptions(model=model, data=data, **options), progress), progress)
+    return run(plan(options))
 
 
 @dataclass(frozen=True)
@@ -107,17 +96,16 @@ class ConsolidationPlan:
         return self.options.samples if isinstance(self.options.samples, int) else None
 
 
-def plan(options: ConsolidateOptions, progress: Progress) -> ConsolidationPlan:
+def plan(options: ConsolidateOptions) -> ConsolidationPlan:
     """Open and check everything that a consolidation takes.
 
     Args:
         options: What is asked for.
-        progress: Told what was left behind by others, and what is assumed.
 
     Raises:
         EwcError: naming what is wrong with the model, the data, an option or the file.
     """
-    mistakes, model, architecture = Mistakes(), options.model, options.architecture
+    mistakes, model, architecture, progress = Mistakes(), options.model, options.architecture, options.progress
     if model is None:
         raise UsageError("there is nothing to consolidate; name a checkpoint, or give a module")
     with mistakes.noted():
@@ -167,9 +155,9 @@ class _Pass:
 
 
 @contextmanager
-def _ready(todo: ConsolidationPlan, progress: Progress) -> Iterator[_Pass]:
+def _ready(todo: ConsolidationPlan) -> Iterator[_Pass]:
     """Match model and data; the model is on the plan's device inside the block."""
-    opened, seed = todo.opened, todo.options.seed
+    opened, seed, progress = todo.opened, todo.options.seed, todo.options.progress
     with on_device(opened.model, todo.device), random_state_kept(todo.device, seed):
         start = time.perf_counter()
         domain = presented(todo.domain, opened, progress)
@@ -180,19 +168,18 @@ def _ready(todo: ConsolidationPlan, progress: Progress) -> Iterator[_Pass]:
         yield _Pass(bound, _subset(domain, todo.limit, seed), parameters, prepared)
 
 
-def cost(todo: ConsolidationPlan, progress: Progress) -> Estimate:
+def cost(todo: ConsolidationPlan) -> Estimate:
     """Take the Fisher of a few batches, and say what all of it will need.
 
     Args:
         todo: What is to be done.
-        progress: Told what is assumed.
 
     Raises:
         EwcError: if model and data do not suit each other.
     """
     options = todo.options
-    with _ready(todo, progress) as found:
-        _probes(todo, found, progress)
+    with _ready(todo) as found:
+        _probes(todo, found)
 
         def take(batches: Iterable[Batch]) -> object:
             return _fisher(todo, found, feed(batches, found.bound.layout, todo.opened.model, todo.device))
@@ -218,21 +205,20 @@ def _fisher(todo: ConsolidationPlan, found: _Pass, batches: Iterable[Any], **mor
     )
 
 
-def run(todo: ConsolidationPlan, progress: Progress) -> Anchor:
+def run(todo: ConsolidationPlan) -> Anchor:
     """Compute the Fisher, and make the anchor.
 
     Args:
         todo: What is to be done.
-        progress: Told what happens.
 
     Raises:
         EwcError: if model and data do not suit each other, or the file cannot be written.
     """
-    options, opened = todo.options, todo.opened
+    options, opened, progress = todo.options, todo.opened, todo.options.progress
     fingerprint = Fingerprint()
-    with _ready(todo, progress) as ready:
-        probes = _probes(todo, ready, progress)
-        found = _measured(todo, ready, fingerprint, progress)
+    with _ready(todo) as ready:
+        probes = _probes(todo, ready)
+        found = _measured(todo, ready, fingerprint)
         progress.note(found.path)
         accuracy = found.scores.get("accuracy")
         warn_at_chance(ready.bound, opened, accuracy, found.samples, progress, own=True)
@@ -258,7 +244,7 @@ def run(todo: ConsolidationPlan, progress: Progress) -> Anchor:
     return anchor if options.output is None else anchor.save(options.output, overwrite=options.overwrite)
 
 
-def _measured(todo: ConsolidationPlan, ready: _Pass, fingerprint: Fingerprint, progress: Progress) -> Fisher:
+def _measured(todo: ConsolidationPlan, ready: _Pass, fingerprint: Fingerprint) -> Fisher:
     """Take the Fisher of all samples that are used."""
     options = todo.options
     if options.curvature == "identity":
@@ -266,7 +252,7 @@ def _measured(todo: ConsolidationPlan, ready: _Pass, fingerprint: Fingerprint, p
     # Whoever may stop at any sample must have met them in no particular order.
     order = torch.Generator().manual_seed(options.seed) if options.samples == "auto" else None
     batches = _taken(ready.chosen.batches(options.batch_size, order), todo.limit, fingerprint)
-    with progress.bar("Fisher", _count(ready.chosen, todo.limit), "sample") as bar:
+    with options.progress.bar("Fisher", _count(ready.chosen, todo.limit), "sample") as bar:
         return _fisher(
             todo,
             ready,
@@ -274,7 +260,7 @@ def _measured(todo: ConsolidationPlan, ready: _Pass, fingerprint: Fingerprint, p
             rtol=options.rtol if options.samples == "auto" else None,
             generator=torch.Generator().manual_seed(options.seed),
             bar=bar,
-            note=progress.note,
+            note=options.progress.note,
         )
 
 
@@ -316,9 +302,9 @@ def _provenance(todo: ConsolidationPlan, ready: _Pass, found: Fisher, fingerprin
     )
 
 
-def _probes(todo: ConsolidationPlan, ready: _Pass, progress: Progress) -> tuple[Probe, ...]:
+def _probes(todo: ConsolidationPlan, ready: _Pass) -> tuple[Probe, ...]:
     """Take the probe that is asked for, and say what that means."""
-    n, domain = todo.options.probe, ready.bound.domain
+    n, domain, progress = todo.options.probe, ready.bound.domain, todo.options.progress
     if n == 0:
         return ()
     found = take_probe(todo.opened.model, ready.bound, n, todo.options.seed, todo.device)

@@ -16,16 +16,13 @@ from ewc_finetune.evaluation.cost import Estimate
 from ewc_finetune.finetuning.cost import cost as cost_of_finetuning
 from ewc_finetune.finetuning.options import FinetuneOptions
 from ewc_finetune.finetuning.plan import plan as plan_finetuning
-from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.specs.options import check_keywords
 from ewc_finetune.sweeps.cost import cost as cost_of_sweep
 from ewc_finetune.sweeps.options import SweepOptions
 from ewc_finetune.sweeps.plan import plan as plan_sweep
 
 
-def dry_run(
-    command: Callable[..., object], model: Any, data: Any, *, progress: Progress | None = None, **options: Any
-) -> Estimate:
+def dry_run(command: Callable[..., object], model: Any, data: Any, **options: Any) -> Estimate:
     """Do what `consolidate`, `finetune` or `sweep` does up to its first step, try a few batches, and write nothing.
 
     Models are left as they were.
@@ -34,7 +31,6 @@ def dry_run(
         command: One of the three.
         model: Its model.
         data: Its data.
-        progress: Told what is assumed.
         options: Its options.
 
     Raises:
@@ -47,8 +43,7 @@ def dry_run(
         raise UsageError("--dry-run is of whole runs; leave it out to go on with one, or leave out --resume")
     declared, plan, cost = _PLANS[command]
     check_keywords(command, options)
-    progress = progress or Silent()
-    return cost(plan(declared(model=model, data=data, **options), progress), progress)
+    return cost(plan(declared(model, data, **options)))
 
 
 _PLANS: dict[Callable[..., object], tuple[Any, Callable[..., Any], Callable[..., Estimate]]] = {

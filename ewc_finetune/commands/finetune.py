@@ -5,50 +5,31 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
 
 from ewc_finetune.checkpoint.location import is_there, place_of
 from ewc_finetune.checkpoint.open import ending_of
 from ewc_finetune.finetuning.finetuned import Finetuned
-from ewc_finetune.finetuning.options import FinetuneArgs, FinetuneOptions
+from ewc_finetune.finetuning.options import FinetuneOptions
 from ewc_finetune.finetuning.plan import plan
 from ewc_finetune.finetuning.run import run
-from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.specs.options import takes
 from ewc_finetune.storage.atomic import beside
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 @takes(FinetuneOptions)
-def finetune(
-    model: str | Path | nn.Module | None,
-    data: Any,
-    *,
-    progress: Progress | None = None,
-    **options: Unpack[FinetuneArgs],
-) -> Finetuned:
+def finetune(options: FinetuneOptions) -> Finetuned:
     """Adapt a model to a new domain, held by any number of anchors; without anchors, train it plainly.
 
     The same seed on the same machine gives the same bytes, be it in one go or resumed.
 
     Args:
-        model: A module (trained in place, left in eval mode without gradients), a checkpoint file or model folder,
-            `hf:org/name`, `hf://org/name/file`, or an architecture such as `mlp` (fresh weights). None starts from the
-            weights of the last anchor.
-        data: The new domain: a data spec (its train split unless it says), dataset or loader.
-        progress: Told what happens.
-        options: See `FinetuneOptions`, and for those that say how to train `Schedule`.
+        options: Model and data, and by their names those of `FinetuneOptions` and, for how to train, `Schedule`.
 
     Raises:
         EwcError: naming what is wrong with the model, an anchor, the data, an option or a file. If the run ends early
             (the loss becomes NaN, say), the state of the last evaluation is kept: see `run`.
     """
-    progress = progress or Silent()
-    return run(plan(FinetuneOptions(model=model, data=data, **options), progress), progress)
+    return run(plan(options))
 
 
 def default_output(model: str | Path | None, anchors: Sequence[str | Path], data: str) -> Path:

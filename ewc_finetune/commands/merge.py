@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -31,27 +30,19 @@ from ewc_finetune.penalty.merging import (
     online_quadratic,
     sum_blocks,
 )
-from ewc_finetune.penalty.options import MergeArgs, MergeOptions
+from ewc_finetune.penalty.options import MergeOptions
 from ewc_finetune.penalty.quadratic import Quadratic, collapse, spread_lambdas
-from ewc_finetune.progress import Progress, Silent
+from ewc_finetune.progress import Progress
 from ewc_finetune.runs.idle import MERGE, say_idle
 from ewc_finetune.specs.options import check_declared, takes
 from ewc_finetune.storage.atomic import atomic_writes, check_output, storage_errors
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 # By how much of the sum a block must be off for it to be said.
 _NOTED = 0.005
 
 
 @takes(MergeOptions)
-def merge(
-    anchors: Anchor | str | Path | Sequence[Anchor | str | Path],
-    *,
-    progress: Progress | None = None,
-    **options: Unpack[MergeArgs],
-) -> Anchor:
+def merge(options: MergeOptions) -> Anchor:
     """Make one anchor of several: under any lambda it pulls as they would together, each under its share of it.
 
     Offline (the default) this is exact: `F = sum_k lambda_k F_k`, and the centre is the mean of the parents' weights,
@@ -63,9 +54,7 @@ def merge(
     anchor does not pull quite as they would. How far that block is off, as it is stored, is said and recorded.
 
     Args:
-        anchors: Anchors or their files, oldest first; a merged one is an anchor like any other.
-        progress: Told what happens.
-        options: See `MergeOptions`.
+        options: The anchors, and by their names the others of `MergeOptions`.
 
     Returns:
         The merged anchor, on the CPU.
@@ -73,9 +62,7 @@ def merge(
     Raises:
         EwcError: naming what is wrong with an option, an anchor or a file.
     """
-    progress = progress or Silent()
-    given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
-    return run(plan(MergeOptions(anchors=given, **options), progress), progress)
+    return run(plan(options))
 
 
 @dataclass(frozen=True)
@@ -93,19 +80,19 @@ class MergePlan:
     strengths: list[float]
 
 
-def plan(options: MergeOptions, progress: Progress) -> MergePlan:
+def plan(options: MergeOptions) -> MergePlan:
     """Open and check everything that a merge takes.
 
     Args:
         options: What is asked for.
-        progress: Told what is to be known of these anchors.
 
     Raises:
         EwcError: naming what is wrong with an option, an anchor or a file.
     """
     check_declared(options)
     check_rank(options.kfac_rank)
-    given = options.anchors
+    progress = options.progress
+    given = [options.anchors] if isinstance(options.anchors, (Anchor, str, Path)) else list(options.anchors)
     if not given:
         raise UsageError("there is nothing to merge; name one anchor or more")
     mistakes = Mistakes()
@@ -139,18 +126,17 @@ def plan(options: MergeOptions, progress: Progress) -> MergePlan:
     return MergePlan(options, parents, strengths)
 
 
-def run(todo: MergePlan, progress: Progress) -> Anchor:
+def run(todo: MergePlan) -> Anchor:
     """Make one anchor of several, and write it.
 
     Args:
         todo: What is to be done.
-        progress: Told what happens.
 
     Raises:
         EwcError: if the anchors do not fit each other, or a file cannot be written.
     """
     options, parents, strengths = todo.options, todo.parents, todo.strengths
-    quadratic, distances, storage = _summed(todo, progress)
+    quadratic, distances, storage = _summed(todo)
     weights = merged_weights(parents, quadratic)
     form = {
         "form": "online" if options.online else "offline",
@@ -166,13 +152,13 @@ def run(todo: MergePlan, progress: Progress) -> Anchor:
         buffers=of_one_width(parents[-1].buffers, quadratic),
         provenance=merged_provenance(parents, strengths, quadratic, options.name, form, alike, storage),
         blocks={block.layer: block for block, _ in quadratic.blocks},
-        probes=joined_probes(parents, progress) if options.probes else (),
+        probes=joined_probes(parents, options.progress) if options.probes else (),
     )
     validate(merged)
-    return _written(todo, merged, progress)
+    return _written(todo, merged)
 
 
-def _summed(todo: MergePlan, progress: Progress) -> tuple[Quadratic, dict[str, float], Storage | None]:
+def _summed(todo: MergePlan) -> tuple[Quadratic, dict[str, float], Storage | None]:
     """Return the sum of the anchors as it is stored, how far its blocks are off, and what half precision cost."""
     options, parents, strengths = todo.options, todo.parents, todo.strengths
     growing = grown_parameters(parents) if options.head == "expand" else set()
@@ -190,18 +176,18 @@ def _summed(todo: MergePlan, progress: Progress) -> tuple[Quadratic, dict[str, f
     check_sums(quadratic)
     if any(off >= _NOTED for off in distances.values()):
         worst = max(distances, key=distances.__getitem__)
-        progress.note(
+        options.progress.note(
             f"the blocks that stand for sums ({options.kfac_sum}) are off by up to {distances[worst]:.0%} ({worst}; "
             "Frobenius norm, relative to the sum's)"
         )
     values = {name: value.float() for name, value in quadratic.curvature.items()}
     curvature, storage = rounded(values, options.curvature_dtype)
     if storage is not None:
-        progress.note(storage.sentence)
+        options.progress.note(storage.sentence)
     return replace(quadratic, curvature=curvature), distances, storage
 
 
-def _written(todo: MergePlan, merged: Anchor, progress: Progress) -> Anchor:
+def _written(todo: MergePlan, merged: Anchor) -> Anchor:
     """Write the anchor, and the centre as a model, where they are asked for: both or neither."""
     options, output, checkpoint = todo.options, todo.options.output, todo.options.checkpoint
     model = None
@@ -217,7 +203,9 @@ def _written(todo: MergePlan, merged: Anchor, progress: Progress) -> Anchor:
                 source, module, record = model
                 source.write(temporaries[-1], paths[-1], cpu_state(module), record)
     if checkpoint is not None:
-        progress.note(f"{checkpoint}: the centre of the stack as a model, with the buffers of {todo.parents[-1].label}")
+        options.progress.note(
+            f"{checkpoint}: the centre of the stack as a model, with the buffers of {todo.parents[-1].label}"
+        )
     return merged
 
 

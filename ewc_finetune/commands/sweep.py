@@ -4,42 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
 
 from ewc_finetune.commands.finetune import default_output
-from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.specs.options import takes
 from ewc_finetune.storage.atomic import beside
-from ewc_finetune.sweeps.options import SweepArgs, SweepOptions
+from ewc_finetune.sweeps.options import SweepOptions
 from ewc_finetune.sweeps.plan import plan
 from ewc_finetune.sweeps.run import Sweep, run
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 @takes(SweepOptions)
-def sweep(
-    model: str | Path | nn.Module | None, data: Any, *, progress: Progress | None = None, **options: Unpack[SweepArgs]
-) -> Sweep:
+def sweep(options: SweepOptions) -> Sweep:
     """Fine-tune with every combination of lambda, anchors, penalty form and seed, and find the frontier.
 
     Each is a `finetune` of its own. Called again, it makes what is not there yet and goes on with what was stopped; a
     run that fails does not end the others, and is tried again.
 
     Args:
-        model: As in `finetune`; a module is copied for each run.
-        data: Likewise.
-        progress: Told what happens.
-        options: See `SweepOptions`; `anchors` and `output` must be there.
+        options: Model and data as in `finetune` (a module is copied for each run), and by their names those of
+            `SweepOptions`, of which `anchors` and `output` must be there.
 
     Raises:
         EwcError: naming what is wrong with an option, an anchor, the data or the folder; or if every run failed.
     """
-    progress = progress or Silent()
-    return run(plan(SweepOptions(model=model, data=data, **options), progress), progress)
+    return run(plan(options))
 
 
 def default_folder(model: str | Path | None, stack: Sequence[str | Path], data: str) -> Path:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal
 
 from ewc_finetune.choices import (
     ANCHOR_WEIGHTS,
     CURVATURE_DTYPES,
     CURVATURES,
-    DEVICES,
     ESTIMATORS,
     KFAC_DTYPES,
     KFAC_FORMS,
@@ -23,10 +22,10 @@ from ewc_finetune.choices import (
     KfacDtype,
     KfacForm,
     LikelihoodName,
-    check_choice,
 )
 from ewc_finetune.errors import UsageError
-from ewc_finetune.specs.options import option
+from ewc_finetune.specs.command_options import Computing, Told
+from ewc_finetune.specs.options import check_declared, option
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,12 +75,13 @@ class Storing:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Consolidating:
     """What curvature is taken, of what; see `ConsolidateOptions`."""
 
-    model: str | Path | nn.Module | None = option(None)
-    data: Any = option(None, "The data that the model was trained on.", required=True, once=True, metavar="DATA")
+    model: str | Path | nn.Module | None = option()
+    data: Any = option(help="The data that the model was trained on.", required=True, once=True, metavar="DATA")
+    _: KW_ONLY
     architecture: str | None = option(
         None,
         "What to build for a checkpoint that doesn't say: package.module:Class, mlp, cnn or torchvision:NAME, with "
@@ -105,8 +105,58 @@ class Consolidating:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConsolidateOptions(Storing, Consolidating):
-    """What `consolidate` is asked for.
+class Estimating:
+    """How curvature is estimated; see `ConsolidateOptions`."""
+
+    anchor_weights: AnchorWeights = option(
+        "stored",
+        "reference: leave out what a model on the Hub has anyway, at a commit, and have it fetched by its digest.",
+        choices=ANCHOR_WEIGHTS,
+    )
+    name: str | None = option(
+        None, "What to call the domain.", unless="the kind of data, or the file or folder that it is in"
+    )
+    estimator: Estimator = option(
+        "auto",
+        "Whose labels the Fisher uses: the model's own in expectation (exact), draws of them (sampled), its best guess "
+        "(predicted), the data's (empirical); batched squares the mean of a batch, which is no Fisher but what "
+        "published code does. auto is exact for up to 32 outputs, sampled beyond.",
+        choices=ESTIMATORS,
+    )
+    draws: int = option(1, "Labels drawn for each sample.", least=1)
+    samples: int | Literal["auto"] | None = option(
+        None,
+        "Use a random subset of N samples; auto goes on until the standard error of the Fisher's trace is --rtol of "
+        "it.",
+        read=_samples,
+        metavar="N|auto",
+        unless="all",
+    )
+    rtol: float = option(DEFAULT_RTOL, "Where --samples auto stops.", metavar="X")
+    rules: bool = option(True, "Use layer rules, where there are any.")
+    batch_size: int = option(200, "Samples at once.", least=1)
+    likelihood: LikelihoodName | None = option(
+        None,
+        "How the model's outputs become log p(y | x).",
+        choices=LIKELIHOODS,
+        wider=True,
+        unless="what a model folder says; categorical otherwise",
+    )
+    exclude: Sequence[str] = option((), "Leave these parameters free; repeatable.", many=True, metavar="GLOB")
+    probe: int = option(
+        0,
+        "Keep N inputs as they are in the anchor, with the model's answers: finetune then says what it keeps of them. "
+        "Whoever has the anchor has these inputs.",
+        least=0,
+        metavar="N",
+        unless="none",
+    )
+    seed: int = option(0, "Of the subset, the sampled labels and the probe.", least=0, most=2**63 - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsolidateOptions(Computing, Estimating, Storing, Consolidating, Told):
+    """What `consolidate` is asked for; where to compute is said in `Computing`.
 
     Attributes:
         model: A module, a checkpoint file or model folder, or `hf:org/name`.
@@ -144,66 +194,10 @@ class ConsolidateOptions(Storing, Consolidating):
         probe: Keep so many inputs as they are in the anchor, with the model's answers to them, by which `finetune` says
             what is kept of them while it trains. Whoever has the anchor has them; none unless given.
         seed: Of the subset, of the labels of `sampled` and of the inputs that are kept.
-        trust_code: Whether code in the checkpoint may run (a pickled module), which is never asked for otherwise.
-        device: `auto`, `cpu`, `cuda` or `mps`.
-        data_dir: Where downloaded data lies.
         lineage: Anchors that a module was already trained under (`Finetuned.lineage`); a file carries its own.
         head: Of a module that was given a new last layer (`Finetuned.head`); likewise.
     """
 
-    anchor_weights: AnchorWeights = option(
-        "stored",
-        "reference: leave out what a model on the Hub has anyway, at a commit, and have it fetched by its digest.",
-        choices=ANCHOR_WEIGHTS,
-    )
-    name: str | None = option(
-        None, "What to call the domain.", unless="the kind of data, or the file or folder that it is in"
-    )
-    estimator: Estimator = option(
-        "auto",
-        "Whose labels the Fisher uses: the model's own in expectation (exact), draws of them (sampled), its best guess "
-        "(predicted), the data's (empirical); batched squares the mean of a batch, which is no Fisher but what "
-        "published code does. auto is exact for up to 32 outputs, sampled beyond.",
-        choices=ESTIMATORS,
-    )
-    draws: int = option(1, "Labels drawn for each sample.", least=1)
-    samples: int | Literal["auto"] | None = option(
-        None,
-        "Use a random subset of N samples; auto goes on until the standard error of the Fisher's trace is --rtol of "
-        "it.",
-        read=_samples,
-        metavar="N|auto",
-        unless="all",
-    )
-    rtol: float = option(DEFAULT_RTOL, "Where --samples auto stops.", metavar="X")
-    rules: bool = option(True, "Use layer rules, where there are any.")
-    batch_size: int = option(200, "Samples at once.", least=1)
-    likelihood: LikelihoodName | None = option(
-        None,
-        "How the model's outputs become log p(y | x).",
-        choices=LIKELIHOODS,
-        unless="what a model folder says; categorical otherwise",
-    )
-    exclude: Sequence[str] = option((), "Leave these parameters free; repeatable.", many=True, metavar="GLOB")
-    probe: int = option(
-        0,
-        "Keep N inputs as they are in the anchor, with the model's answers: finetune then says what it keeps of them. "
-        "Whoever has the anchor has these inputs.",
-        least=0,
-        metavar="N",
-        unless="none",
-    )
-    seed: int = option(0, "Of the subset, the sampled labels and the probe.", least=0, most=2**63 - 1)
-    trust_code: bool = option(
-        False, "Let code in the checkpoint run (a pickled module): only for files whose maker you know and trust."
-    )
-    device: str = option("auto", "Where to compute.", choices=DEVICES)
-    data_dir: str | Path | None = option(
-        None,
-        "Where downloaded data lies or goes.",
-        path="folder",
-        unless="$EWC_FT_DATA, else ~/.cache/ewc-finetune/data",
-    )
     lineage: Sequence[dict[str, Any]] | None = option(None)
     head: dict[str, Any] | None = option(None)
 
@@ -213,15 +207,7 @@ class ConsolidateOptions(Storing, Consolidating):
         Raises:
             UsageError: naming the option, its value and what is expected.
         """
-        for name, choices in (
-            ("curvature", CURVATURES),
-            ("estimator", ESTIMATORS),
-            ("curvature_dtype", CURVATURE_DTYPES),
-            ("anchor_weights", ANCHOR_WEIGHTS),
-            ("kfac_form", KFAC_FORMS),
-            ("kfac_dtype", KFAC_DTYPES),
-        ):
-            check_choice(name.replace("_", " "), getattr(self, name), choices)
+        check_declared(self)
         if self.curvature != "kfac" and (self.kfac_form, self.kfac_rank, self.kfac_dtype) != (
             "expand",
             "auto",
@@ -232,17 +218,11 @@ class ConsolidateOptions(Storing, Consolidating):
                 "kfac (curvature='kfac')"
             )
         self._check_sampling()
-        if type(self.probe) is not int or self.probe < 0:
-            raise UsageError(f"probe is {self.probe}; expected a whole number of inputs to keep, 0 for none")
-        if self.batch_size < 1:
-            raise UsageError(f"batch size is {self.batch_size}; expected at least 1")
 
     def _check_sampling(self) -> None:
         samples, draws, estimator = self.samples, self.draws, self.estimator
         if samples is not None and samples != "auto" and (type(samples) is not int or samples < 1):
             raise UsageError(f"samples is {samples}; expected auto or a whole number, at least 1")
-        if type(draws) is not int or draws < 1:
-            raise UsageError(f"draws is {draws}; expected a whole number, at least 1")
         if draws > 1 and estimator not in ("sampled", "auto"):
             raise UsageError(f"draws is {draws}, and the {estimator} estimator draws nothing; use sampled")
         if not 0 < self.rtol < 1:
@@ -253,33 +233,3 @@ class ConsolidateOptions(Storing, Consolidating):
             raise UsageError(
                 "the identity is of no samples: estimator, draws and samples belong to the diagonal curvature"
             )
-
-
-class ConsolidateArgs(TypedDict, total=False):
-    """The arguments of `consolidate` beside model and data, for type checkers; see `ConsolidateOptions`."""
-
-    architecture: str | None
-    output: str | Path | None
-    overwrite: bool
-    curvature: Curvature
-    kfac_form: KfacForm
-    kfac_rank: Rank
-    kfac_dtype: KfacDtype
-    curvature_dtype: CurvatureDtype
-    anchor_weights: AnchorWeights
-    name: str | None
-    estimator: Estimator
-    draws: int
-    samples: int | Literal["auto"] | None
-    rtol: float
-    rules: bool
-    batch_size: int
-    likelihood: LikelihoodName | None
-    exclude: Sequence[str]
-    probe: int
-    seed: int
-    trust_code: bool
-    device: str
-    data_dir: str | Path | None
-    lineage: Sequence[dict[str, Any]] | None
-    head: dict[str, Any] | None

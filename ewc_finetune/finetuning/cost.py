@@ -22,23 +22,22 @@ from ewc_finetune.finetuning.record import found
 from ewc_finetune.finetuning.search_runs import trials_cost
 from ewc_finetune.finetuning.trainer import Trainer, count_steps
 from ewc_finetune.modules.precision import float32_weights
-from ewc_finetune.progress import Progress, Silent
+from ewc_finetune.progress import Silent
 from ewc_finetune.storage.atomic import beside
 
 
-def cost(todo: Plan, progress: Progress) -> Estimate:
+def cost(todo: Plan) -> Estimate:
     """Train for a few steps and score a few batches, and put the model back as it was.
 
     Args:
         todo: What is to be done.
-        progress: Told what is assumed.
 
     Raises:
         EwcError: if model and data do not suit each other.
     """
     files = [] if todo.output is None else [*written_as(todo.start, todo.output), beside(todo.output, ".run")]
     identities = todo.identify()  # of the model as it is, before it is given another head
-    with ready(todo, todo.strengths, progress) as job:
+    with ready(todo, todo.strengths, todo.options.progress) as job:
         return replace(_tried(todo, job), files=tuple(files), found=found(todo, job, identities, todo.strengths, None))
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ewc_finetune.choices import (
-    DEVICES,
     HEADS,
     LIKELIHOODS,
     LINEAGES,
@@ -19,7 +18,8 @@ from ewc_finetune.choices import (
     PenaltyForm,
 )
 from ewc_finetune.errors import UsageError
-from ewc_finetune.finetuning.schedule import Schedule, Training
+from ewc_finetune.finetuning.schedule import Schedule
+from ewc_finetune.specs.command_options import Computing, Told
 from ewc_finetune.specs.options import option
 
 if TYPE_CHECKING:
@@ -40,28 +40,22 @@ def _strength(text: str) -> float | str:
         raise UsageError(f"{text!r} is neither auto nor a number") from None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Starting:
     """What is adapted, and to what; see `FinetuneOptions`."""
 
-    data: Any = option(None, "The new domain.", required=True, once=True, metavar="DATA", code="data")
     model: str | Path | nn.Module | None = option(
-        None,
-        "Start from this checkpoint, or from fresh weights of an architecture (mlp, cnn, torchvision:NAME, "
+        help="Start from this checkpoint, or from fresh weights of an architecture (mlp, cnn, torchvision:NAME, "
         "package.module:Class).",
         read=str,
         metavar="MODEL",
         unless="the newest anchor's weights",
         code="architecture",
     )
+    data: Any = option(help="The new domain.", required=True, once=True, metavar="DATA", code="data")
+    _: KW_ONLY
     architecture: str | None = option(
         None, "What to build for a checkpoint that doesn't say.", name="arch", metavar="ARCH", code="architecture"
-    )
-    trust_code: bool = option(
-        False,
-        "Let code in the checkpoint run (a pickled module): only for files whose maker you know and trust.",
-        filed=False,
-        sound=True,
     )
 
 
@@ -127,6 +121,7 @@ class Adapting:
         None,
         "How outputs become the loss.",
         choices=LIKELIHOODS,
+        wider=True,
         unless="the anchors', else as the model was trained, else what a model folder says, else categorical",
         setting="method",
     )
@@ -157,19 +152,11 @@ class Adapting:
         sound=True,
     )
     tensorboard: bool = option(False, "Write the log for TensorBoard too, into the run folder.", sound=True)
-    device: str = option("auto", "Where to compute.", choices=DEVICES, sound=True)
-    data_dir: str | Path | None = option(
-        None,
-        "Where downloaded data lies or goes.",
-        path="folder",
-        unless="$EWC_FT_DATA, else ~/.cache/ewc-finetune/data",
-        sound=True,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneOptions(Adapting, Schedule, Held, Starting):
-    """What `finetune` is asked for.
+class FinetuneOptions(Computing, Adapting, Schedule, Held, Starting, Told):
+    """What `finetune` is asked for; where to compute is said in `Computing`.
 
     Attributes:
         data: The new domain: a data spec (its train split unless it says), dataset or loader.
@@ -177,7 +164,6 @@ class FinetuneOptions(Adapting, Schedule, Held, Starting):
             `hf:org/name`, `hf://org/name/file`, or an architecture such as `mlp` (fresh weights). None starts from the
             weights of the last anchor.
         architecture: What to build for a checkpoint that doesn't carry it.
-        trust_code: Whether code in the checkpoint may run (a pickled module).
         anchors: Anchors, their files, or their addresses on the Hub (`hf://org/name`), oldest first.
         lambdas: Strength of the penalty, one for all or one for each anchor; unless given 10 for those of K-FAC and 100
             for others. `auto` looks for the largest that costs the new domain no more than `tolerance`, in five runs of
@@ -204,8 +190,6 @@ class FinetuneOptions(Adapting, Schedule, Held, Starting):
             does. A run that has less of them, and no more for three evaluations, is stopped; one that ends with less
             is refused.
         tensorboard: Whether to write the log for TensorBoard too, into the run folder.
-        device: `auto`, `cpu`, `cuda` or `mps`.
-        data_dir: Where downloaded data lies.
         output: Checkpoint to write, in the format of the one that the run starts from (fresh weights and modules
             as a state dict); beside it goes the run folder, of the same name with `.run`.
         overwrite: Whether these may be replaced.
@@ -229,28 +213,3 @@ class FinetuneOptions(Adapting, Schedule, Held, Starting):
     seed: int = option(
         0, "Of fresh weights, sample order and dropout.", least=0, most=2**63 - 1, varied=True, setting="training"
     )
-
-
-class FinetuneArgs(Training, total=False):
-    """The arguments of `finetune` beside model and data, for type checkers; see `FinetuneOptions`."""
-
-    architecture: str | None
-    trust_code: bool
-    anchors: Anchor | str | Path | Sequence[Anchor | str | Path]
-    lambdas: float | Sequence[float] | Literal["auto"] | None
-    tolerance: float
-    penalty_form: PenaltyForm
-    lineage: Lineage
-    head: Head
-    freeze: Sequence[str]
-    likelihood: LikelihoodName | None
-    eval_on: Sequence[Any] | Mapping[str, Any] | None
-    select_on: Sequence[Any]
-    retain: float | None
-    tensorboard: bool
-    device: str
-    data_dir: str | Path | None
-    output: str | Path | None
-    overwrite: bool
-    resume: str | Path | None
-    seed: int

@@ -17,7 +17,7 @@ from ewc_finetune.checkpoint.formats.from_anchor import FromAnchor
 from ewc_finetune.checkpoint.location import is_there
 from ewc_finetune.checkpoint.open import Opened, open_checkpoint, open_fresh, open_model
 from ewc_finetune.checkpoint.pin import fetched_anchors, pinned_model
-from ewc_finetune.choices import DEFAULT_LAMBDA, HEADS, LINEAGES, PENALTY_FORMS, LikelihoodName, check_choice
+from ewc_finetune.choices import DEFAULT_LAMBDA, LikelihoodName
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.sources import resolve_domain, resolve_domains
 from ewc_finetune.errors import CheckpointError, Mistakes, UsageError
@@ -37,6 +37,7 @@ from ewc_finetune.penalty.quadratic import spread_lambdas
 from ewc_finetune.progress import Progress
 from ewc_finetune.runs.idle import FINETUNE, say_idle
 from ewc_finetune.runs.record import Run, read_run, recover_run
+from ewc_finetune.specs.options import check_declared
 
 
 @dataclass(frozen=True)
@@ -85,16 +86,16 @@ class Plan:
         return identify(self.start, self.anchors, self.domain, self.scored, told, self.specs)
 
 
-def plan(options: FinetuneOptions, progress: Progress) -> Plan:
+def plan(options: FinetuneOptions) -> Plan:
     """Open and check everything that a fine-tune takes; what is wrong is said all at once, as far as it can be known.
 
     Args:
         options: What is asked for.
-        progress: Told what was left behind by others, and what is assumed.
 
     Raises:
         EwcError: naming what is wrong with the model, an anchor, the data, an option or a file.
     """
+    progress = options.progress
     given, told = fetched_anchors(listed(options.anchors))
     options = replace(options, model=pinned_model(options.model, progress), anchors=told)
     output, earlier = None if options.output is None else Path(options.output), None
@@ -119,7 +120,7 @@ def plan(options: FinetuneOptions, progress: Progress) -> Plan:
             inputs = [options.model, *given]
             overwrite = check_outputs(output, start if opened else None, overwrite, inputs, earlier, progress)
     with mistakes.noted():
-        _check_words(options)
+        check_declared(options)
     with mistakes.noted():
         device = choose_device(options.device)
     with mistakes.noted():
@@ -143,12 +144,6 @@ def plan(options: FinetuneOptions, progress: Progress) -> Plan:
         options, schedule, start, fresh, anchors, strengths, domain, scored, specs, chosen, aim, rule, device, output,
         overwrite, earlier,
     )  # fmt: skip
-
-
-def _check_words(options: FinetuneOptions) -> None:
-    check_choice("penalty form", options.penalty_form, PENALTY_FORMS)
-    check_choice("lineage", options.lineage, LINEAGES)
-    check_choice("head", options.head, HEADS)
 
 
 def _strengths(

@@ -30,13 +30,13 @@ def asked(options: FinetuneOptions) -> dict[str, Any]:
 
 def asked_then(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that a run recorded, and of those that there were none of then what they are by default."""
-    return {**asked(FinetuneOptions()), **recorded}
+    return {**asked(FinetuneOptions(None, None)), **recorded}
 
 
 def command_of(options: FinetuneOptions) -> str | None:
     """Return the command line that a run is repeated by; None where it was given what no command line can say."""
     given = (options.model, options.data, options.anchors, options.eval_on, options.select_on)
-    return to_command(asked(options), asked(FinetuneOptions())) if all(map(_is_told, given)) else None
+    return to_command(asked(options), asked(FinetuneOptions(None, None))) if all(map(_is_told, given)) else None
 
 
 def _is_told(value: Any) -> bool:

@@ -39,40 +39,39 @@ from ewc_finetune.storage import signals
 from ewc_finetune.storage.atomic import beside, sha256
 
 
-def run(todo: Plan, progress: Progress) -> Finetuned:
+def run(todo: Plan) -> Finetuned:
     """Do the work of a plan, and record it.
 
     The same seed on the same machine gives the same bytes, be it in one go or resumed.
 
     Args:
         todo: What is to be done.
-        progress: Told what happens.
 
     Raises:
         EwcError: if model and data do not suit each other, or the run ends early (the loss becomes NaN, say). The state
             of the last evaluation is kept then: a module that was passed in goes back to it, and the run folder has it
             as `last.pt`, and goes on with `resume`.
     """
-    options = todo.options
+    options, progress = todo.options, todo.options.progress
     with contextlib.ExitStack() as closing:
         folder, identities = None, dict[str, Any]()
         if todo.output is not None:
             identities = todo.identify()
-            folder = closing.enter_context(_under_way(todo, todo.output, identities, progress))
+            folder = closing.enter_context(_under_way(todo, todo.output, identities))
         search, strengths = None, todo.strengths
         if options.lambdas == "auto":
-            search = search_by_trials(todo, _short_run, folder, progress)
+            search = search_by_trials(todo, _short_run, folder)
             strengths = [search.strength * ratio for ratio in strengths]
         job = closing.enter_context(ready(todo, strengths, progress))
         state, history = None, list[dict[str, Any]]()
         if folder is not None:
             folder.update(found=found(todo, job, identities, strengths, search))
             state, history = folder.load_state()
-        observer = _observer(todo, job, folder, _sinks(folder, options.tensorboard, state, closing), progress)
+        observer = _observer(todo, job, folder, _sinks(folder, options.tensorboard, state, closing))
         with _put_back(observer.checkpoints):
-            steps = _train(todo, job, observer, state, history, progress)
+            steps = _train(todo, job, observer, state, history)
             if todo.output is not None and folder is not None:
-                _write(todo, job, observer, folder, todo.output, steps, progress)
+                _write(todo, job, observer, folder, todo.output, steps)
     return Finetuned(
         model=job.start.model,
         before=observer.before,
@@ -91,18 +90,18 @@ def run(todo: Plan, progress: Progress) -> Finetuned:
     )
 
 
-def _short_run(options: FinetuneOptions, progress: Progress) -> Finetuned:
-    return run(plan(options, progress), progress)
+def _short_run(options: FinetuneOptions) -> Finetuned:
+    return run(plan(options))
 
 
-def _observer(todo: Plan, job: Job, folder: RunFolder | None, sinks: Sequence[Sink], progress: Progress) -> RunObserver:
+def _observer(todo: Plan, job: Job, folder: RunFolder | None, sinks: Sequence[Sink]) -> RunObserver:
     """Return what watches the run; from here on it undoes what a run leaves unfinished."""
     model, size = job.start.model, 2 * todo.schedule.batch_size
     selection = None if todo.chosen is None else Selection(todo.chosen, todo.schedule.patience)
     readings = Readings(model, job.watched, meters(model, todo.anchors, job.record.head), size, todo.device)
     of_caller = isinstance(todo.options.model, nn.Module)
     checkpoints = RunCheckpoints(model, job.record, folder, selection, of_caller, job.undoing.pop_all().close)
-    return RunObserver(readings, checkpoints, sinks, todo.options.retain, progress)
+    return RunObserver(readings, checkpoints, sinks, todo.options.retain, todo.options.progress)
 
 
 def _sinks(
@@ -145,10 +144,9 @@ def _train(
     observer: RunObserver,
     state: Mapping[str, Any] | None,
     history: list[dict[str, Any]],
-    progress: Progress,
 ) -> int:
     """Train from the start or from a state, and leave the model as the run is to end; return the number of steps."""
-    model, domain, schedule = job.start.model, job.new.domain, todo.schedule
+    model, domain, schedule, progress = job.start.model, job.new.domain, todo.schedule, todo.options.progress
     checkpoints, shuffle = observer.checkpoints, torch.Generator().manual_seed(todo.options.seed)
     if state is None:
         observer.start()
@@ -181,9 +179,7 @@ def _train(
     return steps
 
 
-def _write(
-    todo: Plan, job: Job, observer: RunObserver, folder: RunFolder, output: Path, steps: int, progress: Progress
-) -> None:
+def _write(todo: Plan, job: Job, observer: RunObserver, folder: RunFolder, output: Path, steps: int) -> None:
     """Write the checkpoint, and close the run folder."""
     start, checkpoints, readings = job.start, observer.checkpoints, observer.readings
     layers = movements(start.model, checkpoints.start_weights, job.penalty)
@@ -194,7 +190,7 @@ def _write(
     try:
         draw_run(folder.path / "figure.png", observer.history, f"Fine-tuning on {job.new.name}")
     except StorageError as error:  # the model is there, which is what counts
-        progress.note(str(error))
+        todo.options.progress.note(str(error))
     folder.finish(
         keep_last=todo.schedule.keeps_best and checkpoints.step != checkpoints.last,
         written={"file": output.name, "sha256": sha256(output) if output.is_file() else None},
@@ -210,9 +206,9 @@ def _write(
 
 
 @contextlib.contextmanager
-def _under_way(todo: Plan, output: Path, identities: Mapping[str, Any], progress: Progress) -> Iterator[RunFolder]:
+def _under_way(todo: Plan, output: Path, identities: Mapping[str, Any]) -> Iterator[RunFolder]:
     """Have the run folder while the run is under way, in which a signal waits until it can be left in order."""
-    with signals.deferred(), _folder(todo, output, identities) as folder, _hint(folder, progress):
+    with signals.deferred(), _folder(todo, output, identities) as folder, _hint(folder, todo.options.progress):
         yield folder
 
 

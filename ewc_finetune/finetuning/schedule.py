@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypedDict
 
 from ewc_finetune.choices import (
     AMPS,
@@ -20,30 +19,6 @@ from ewc_finetune.choices import (
 )
 from ewc_finetune.errors import UsageError
 from ewc_finetune.specs.options import check_declared, is_number, option
-
-
-class Training(TypedDict, total=False):
-    """The options of `finetune` that say how to train; see `Schedule`, which has their defaults."""
-
-    epochs: int
-    lr: float
-    batch_size: int
-    optimizer: OptimizerName
-    momentum: float
-    weight_decay: float | None
-    accumulate: int
-    clip: float | None
-    warmup: float
-    decay: Decay
-    amp: Amp | None
-    compile: bool
-    label_smoothing: float
-    norm_stats: NormStats | None
-    workers: int
-    eval_every: int | None
-    patience: int | None
-    keep: Keep | None
-    log_every: int | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,15 +18,14 @@ from ewc_finetune.finetuning.options import DEFAULT_TOLERANCE, FinetuneOptions
 from ewc_finetune.finetuning.plan import Plan
 from ewc_finetune.modules.heads import find_head
 from ewc_finetune.penalty.penalty import Penalty
-from ewc_finetune.progress import OnlyBars, Progress
+from ewc_finetune.progress import OnlyBars
 from ewc_finetune.runs.folder import RunFolder
 
 
 def search_by_trials(
     plan: Plan,
-    finetune: Callable[[FinetuneOptions, Progress], Finetuned],
+    finetune: Callable[[FinetuneOptions], Finetuned],
     folder: RunFolder | None,
-    progress: Progress,
 ) -> Search:
     """Look for lambda with short runs; see `search_lambda`.
 
@@ -34,7 +33,6 @@ def search_by_trials(
         plan: What it is for.
         finetune: Makes one.
         folder: Remembers the runs that are made, and knows those that were made before the run was stopped.
-        progress: Told of every run.
 
     Raises:
         UsageError: if there is no anchor, or nothing can be held out.
@@ -51,14 +49,14 @@ def search_by_trials(
         if made is None:
             model = copy.deepcopy(short.model) if isinstance(short.model, nn.Module) else short.model
             lambdas = [0.0 if strength is None else strength * ratio for ratio in plan.strengths]
-            done = finetune(replace(short, model=model, lambdas=lambdas), OnlyBars(progress))
+            done = finetune(replace(short, model=model, lambdas=lambdas))
             made = _trial(plan, strength, done)
             remembered.append(made)
             if folder is not None:
                 folder.keep_trials([trial.to_json() for trial in remembered])
         return made
 
-    return search_lambda(run, plan.aim, progress)
+    return search_lambda(run, plan.aim, plan.options.progress)
 
 
 def _short(plan: Plan) -> FinetuneOptions:
@@ -81,6 +79,7 @@ def _short(plan: Plan) -> FinetuneOptions:
         overwrite=False,
         resume=None,
         tensorboard=False,
+        progress=OnlyBars(plan.options.progress),
     )
 
 

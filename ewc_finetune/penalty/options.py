@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING
 
 from ewc_finetune.choices import (
     KFAC_SUMS,
     LINEAGES,
     MERGED_HEADS,
-    CurvatureDtype,
-    KfacDtype,
     KfacSum,
     Lineage,
     MergedHead,
 )
 from ewc_finetune.curvature.options import Storing
+from ewc_finetune.specs.command_options import Told
 from ewc_finetune.specs.options import option
 
 if TYPE_CHECKING:
-    from ewc_finetune.curvature.kronecker_factors import Rank
+    from ewc_finetune.anchor.anchor import Anchor
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Summing:
     """How anchors become one; see `MergeOptions`."""
 
-    anchors: Any = option(())
+    anchors: Anchor | str | Path | Sequence[Anchor | str | Path] = option()
+    _: KW_ONLY
     output: str | Path | None = option(None, "The merged anchor.", short="o", path="file", required=True)
     lambdas: float | Sequence[float] = option(
         1.0,
@@ -57,7 +57,7 @@ class Summing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeOptions(Storing, Summing):
+class MergeOptions(Storing, Summing, Told):
     """What `merge` is asked for.
 
     Attributes:
@@ -94,23 +94,3 @@ class MergeOptions(Storing, Summing):
         None, "What to build for that model, if the newest anchor doesn't say.", name="arch", metavar="ARCH"
     )
     overwrite: bool = option(False, "Replace the output and the checkpoint if they exist.")
-
-
-class MergeArgs(TypedDict, total=False):
-    """The arguments of `merge` beside the anchors, for type checkers; see `MergeOptions`."""
-
-    output: str | Path | None
-    lambdas: float | Sequence[float]
-    online: bool
-    gamma: float
-    lineage: Lineage
-    head: MergedHead
-    kfac_sum: KfacSum
-    kfac_rank: Rank
-    kfac_dtype: KfacDtype
-    curvature_dtype: CurvatureDtype
-    probes: bool
-    name: str | None
-    checkpoint: str | Path | None
-    architecture: str | None
-    overwrite: bool

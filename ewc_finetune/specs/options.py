@@ -10,15 +10,17 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from ewc_finetune.choices import check_choice
 from ewc_finetune.errors import UsageError, suggest
 
 _KEY = "option"
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+OptionsT = TypeVar("OptionsT")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Option:
         least: The smallest value, of a whole number.
         most: The largest.
         choices: The words that it may be.
+        wider: Whether in Python it may be others too, which are checked where it is used.
         metavar: What its value is called in the help.
         many: Whether it may be given several times.
         alone: A value that stands for all of many, and is given alone.
@@ -58,6 +61,7 @@ class Option:
     least: int | None = None
     most: int | None = None
     choices: Sequence[str] = ()
+    wider: bool = False
     metavar: str | None = None
     many: bool = False
     alone: str | None = None
@@ -77,11 +81,9 @@ def option(default: Any = MISSING, help: str | None = None, **more: Any) -> Any:
     return field(default=default, metadata={_KEY: Option(help, **more)})
 
 
-def declared(options: Any) -> Iterator[tuple[Field[Any], Option]]:
-    """Go through the options of a dataclass, with what is known of each."""
-    for one in fields(options):
-        found: Option = one.metadata[_KEY]
-        yield one, found
+def declared(options: Any) -> list[tuple[Field[Any], Option]]:
+    """Return the options of a dataclass with what is known of each, those first that must be given."""
+    return sorted(((one, one.metadata[_KEY]) for one in fields(options)), key=lambda option: not option[1].required)
 
 
 def spoken(options: Any, name: str) -> str:
@@ -131,39 +133,32 @@ def check_declared(options: Any, only: Any = None) -> None:
         value, name = getattr(options, one.name), one.name.replace("_", " ")
         if value is None or found.many:
             continue
-        if found.least is not None and (not is_number(value) or value != int(value) or value < found.least):
+        whole = type(value) is not bool and isinstance(value, numbers.Integral)
+        if found.least is not None and not (whole and value >= found.least):
             raise UsageError(f"{name} is {value}; expected a whole number, at least {found.least}")
-        if found.choices:
+        if found.choices and not found.wider:
             check_choice(name, value, found.choices)
 
 
-def takes(options: Any) -> Callable[[F], F]:
-    """Have a function that takes the options of a dataclass by keyword say which they are, and refuse others.
+def takes(options: Callable[P, OptionsT]) -> Callable[[Callable[[OptionsT], Result]], Callable[P, Result]]:
+    """Have a function of a command's options be called with the options themselves, as its dataclass is made.
 
     Args:
-        options: The dataclass; fields that the function names itself are its own affair.
+        options: The dataclass.
 
     Raises:
         TypeError: when it is called with a keyword that there isn't, naming the nearest.
     """
 
-    def taking(function: F) -> F:
-        found = inspect.signature(function)
-        own = [p for p in found.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        named = {p.name for p in own}
-        added = [
-            inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type)
-            for one in fields(options)
-            if one.name not in named
-        ]
-
+    def taking(function: Callable[[OptionsT], Result]) -> Callable[P, Result]:
         @functools.wraps(function)
-        def checked(*arguments: Any, **given: Any) -> Any:
-            check_keywords(checked, given)
-            return function(*arguments, **given)
+        def called(*arguments: P.args, **keywords: P.kwargs) -> Result:
+            check_keywords(called, keywords)
+            return function(options(*arguments, **keywords))
 
-        setattr(checked, "__signature__", found.replace(parameters=[*own, *added]))  # noqa: B010 - mypy knows none
-        return cast("F", checked)
+        shown = inspect.signature(options).replace(return_annotation=inspect.signature(function).return_annotation)
+        setattr(called, "__signature__", shown)  # noqa: B010 - mypy knows no such attribute
+        return called
 
     return taking
 

@@ -6,23 +6,21 @@ from collections import Counter
 from pathlib import Path
 
 from ewc_finetune.evaluation.cost import Estimate
-from ewc_finetune.progress import Progress
 from ewc_finetune.storage.atomic import beside
 from ewc_finetune.sweeps.folder import DOCUMENT, FIGURE, TABLE
 from ewc_finetune.sweeps.plan import SweepPlan, what_is_left
 
 
-def cost(swept: SweepPlan, progress: Progress) -> Estimate:
+def cost(swept: SweepPlan) -> Estimate:
     """Return what the runs that are left will need.
 
     Args:
         swept: The sweep.
-        progress: Told which runs those are.
 
     Raises:
         EwcError: see `what_is_left`.
     """
-    todo, folder, looks = what_is_left(swept, progress).todo, swept.folder, swept.looks
+    todo, folder, looks = what_is_left(swept).todo, swept.folder, swept.looks
     left = {job.name: Path(str(job.options.output)) for job in todo}
     each = [looks[point.stack, point.form] for point in swept.points if point.name in left]
     steps = [look.work["steps"] for look in each]

@@ -6,21 +6,15 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ewc_finetune.choices import PENALTY_FORMS, Head, LikelihoodName, Lineage, PenaltyForm
+from ewc_finetune.choices import PENALTY_FORMS, PenaltyForm
 from ewc_finetune.errors import UsageError
 from ewc_finetune.finetuning.options import Adapting, FinetuneOptions, Starting
-from ewc_finetune.finetuning.schedule import Schedule, Training
+from ewc_finetune.finetuning.schedule import Schedule
+from ewc_finetune.specs.command_options import Computing, Told
 from ewc_finetune.specs.options import option
 from ewc_finetune.specs.ranges import read_lambdas, read_seeds
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from typing_extensions import Required
-
-    from ewc_finetune.anchor.anchor import Anchor
 
 DEFAULT_LAMBDAS = (1.0, 10.0, 100.0, 1000.0, 10000.0)
 
@@ -81,7 +75,7 @@ class Grid:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions(Adapting, Schedule, Grid, Starting):
+class SweepOptions(Computing, Adapting, Schedule, Grid, Starting, Told):
     """What `sweep` is asked for.
 
     Attributes:
@@ -90,8 +84,8 @@ class SweepOptions(Adapting, Schedule, Grid, Starting):
         penalty_forms: Forms of the penalty to try.
         seeds: Each point is tried with all of them, and is their mean.
         plain: Whether to make a run without penalty too, for each seed.
-        jobs: How many runs at a time. More than one are made in processes of their own, which share this one's threads;
-            they are spawned, so a script needs `if __name__ == "__main__":`.
+        jobs: How many runs at a time. More than one are commands of their own, which share this one's threads, and need
+            model, data and anchors that have names: files, specs, addresses.
         discard: Whether to remove the checkpoints in the end, but for those of the knee and of the best mean.
         output: The folder of the sweep.
         overwrite: Whether runs in it that were made with other options may be replaced.
@@ -121,31 +115,6 @@ class SweepOptions(Adapting, Schedule, Grid, Starting):
         Args:
             own: Those that the runs of a sweep differ in.
         """
-        shared = {one.name: getattr(self, one.name) for part in (Starting, Schedule, Adapting) for one in fields(part)}
+        parts = (Told, Starting, Schedule, Adapting, Computing)
+        shared = {one.name: getattr(self, one.name) for part in parts for one in fields(part)}
         return FinetuneOptions(**{**shared, **own})
-
-
-class SweepArgs(Training, total=False):
-    """The arguments of `sweep` beside model and data, for type checkers; see `SweepOptions`."""
-
-    anchors: Required[Anchor | str | Path | Sequence[Anchor | str | Path | Sequence[Anchor | str | Path]]]
-    lambdas: Sequence[float]
-    penalty_forms: Sequence[PenaltyForm]
-    seeds: Sequence[int]
-    plain: bool
-    jobs: int
-    discard: bool
-    output: Required[str | Path]
-    overwrite: bool
-    architecture: str | None
-    trust_code: bool
-    lineage: Lineage
-    head: Head
-    freeze: Sequence[str]
-    likelihood: LikelihoodName | None
-    eval_on: Sequence[Any] | Mapping[str, Any] | None
-    select_on: Sequence[Any]
-    retain: float | None
-    tensorboard: bool
-    device: str
-    data_dir: str | Path | None

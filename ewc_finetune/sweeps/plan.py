@@ -72,16 +72,16 @@ class Left:
     stale: list[Run]
 
 
-def plan(options: SweepOptions, progress: Progress) -> SweepPlan:
+def plan(options: SweepOptions) -> SweepPlan:
     """Check everything that a sweep takes, and try a little of a run of each kind.
 
     Args:
         options: What is asked for.
-        progress: Told what was left behind by others, and what is assumed.
 
     Raises:
         EwcError: naming what is wrong with an option, an anchor, the data or the folder.
     """
+    progress = options.progress
     if options.output is None:
         raise UsageError("a sweep has a folder; name one: output=")
     path = Path(options.output)
@@ -94,18 +94,18 @@ def plan(options: SweepOptions, progress: Progress) -> SweepPlan:
     recover(path, progress.note)
     ending = _ending(options.model, stacks[0])
     place = path.with_name(f".ewc-ft-try{ending}")  # a path like those of the runs, where nothing is
-    looks = _looks(points, options, place, progress)
+    looks = _looks(points, options, place)
     return SweepPlan(options, points, looks, SweepFolder(path, points, *_domains(looks, options.data)), ending)
 
 
-def what_is_left(swept: SweepPlan, progress: Progress) -> Left:
+def what_is_left(swept: SweepPlan) -> Left:
     """Look at the runs that are there.
 
     Raises:
         UsageError: naming those that were made with other options, unless they may be replaced.
         StorageError: naming a file that stands where a run goes, and is of none.
     """
-    options, folder = swept.options, swept.folder
+    options, folder, progress = swept.options, swept.folder, swept.options.progress
     done, stopped, stale = set[str](), set[str](), list[Run]()
     points = {point.name: point for point in swept.points}
     wrong: dict[str, list[str]] = {}
@@ -151,24 +151,22 @@ def _ending(model: str | Path | nn.Module | None, stack: Stack) -> str:
     return StateDict.ending if source is None else ending_of(source)
 
 
-def _looks(
-    points: Sequence[Point], options: SweepOptions, place: Path, progress: Progress
-) -> dict[tuple[str, str], Estimate]:
+def _looks(points: Sequence[Point], options: SweepOptions, place: Path) -> dict[tuple[str, str], Estimate]:
     """Try a little of one run of each stack and form: what does not fit is refused before the first one is made."""
     looks: dict[tuple[str, str], Estimate] = {}
-    told = _Once(progress)
+    told = _Once(options.progress)
     for point in sorted(points, key=lambda point: (point.strength == 0, point.strength)):
         key = (point.stack, point.form)
         if key in looks:
             continue
-        tried = options.of_run(**point.options, output=place)
+        tried = options.of_run(**point.options, output=place, progress=told)
         try:
-            looks[key] = cost(plan_run(tried, told), told)
+            looks[key] = cost(plan_run(tried))
         except NonFiniteError:  # a lambda may be too large, which its run will say
-            looks[key] = cost(plan_run(replace(tried, lambdas=[0.0]), Silent()), Silent())
+            looks[key] = cost(plan_run(replace(tried, lambdas=[0.0], progress=Silent())))
     starts = {str((look.found or {})["checkpoint"]["sha256"]) for look in looks.values()}
     if len(starts) > 1:
-        progress.note(
+        options.progress.note(
             "the stacks start from different weights, each from those of its newest anchor; --model has all of them "
             "start from the same"
         )

@@ -46,7 +46,7 @@ class Sweep:
         return None if self.tradeoff.knee is None else self.tradeoff.positions[self.tradeoff.knee]
 
 
-def run(swept: SweepPlan, progress: Progress) -> Sweep:
+def run(swept: SweepPlan) -> Sweep:
     """Make the runs of a sweep that are left.
 
     Called again, it makes what is not there yet and goes on with what was stopped; a run that fails does not end the
@@ -54,14 +54,13 @@ def run(swept: SweepPlan, progress: Progress) -> Sweep:
 
     Args:
         swept: The sweep.
-        progress: Told what happens.
 
     Raises:
         EwcError: if every run failed.
     """
-    folder, options = swept.folder, swept.options
+    folder, options, progress = swept.folder, swept.options, swept.options.progress
     with folder.alone():
-        left = what_is_left(swept, progress)
+        left = what_is_left(swept)
         folder.left_out |= {run.path.name.removesuffix(".run") for run in left.stale}
         for killed in folder.without_record():
             remove(killed)
@@ -82,7 +81,7 @@ def finetune(options: FinetuneOptions, progress: Progress) -> object:
     """Make one run; a module is copied for it."""
     if isinstance(options.model, nn.Module):
         options = replace(options, model=copy.deepcopy(options.model))
-    return do_run(plan_run(options, progress), progress)
+    return do_run(plan_run(replace(options, progress=progress)))
 
 
 def _make(folder: SweepFolder, todo: Sequence[Job], jobs: int, progress: Progress) -> None:
