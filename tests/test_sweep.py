@@ -461,9 +461,7 @@ def started(tmp_path, *arguments):
     for _ in range(2400):
         if len(list(tmp_path.glob("s.sweep/*.run/state.pt"))) >= 2:
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            return process, [
-                child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
-            ]
+            return process, [c for c in children if b"workers import work" in Path(f"/proc/{c}/cmdline").read_bytes()]
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.1)
     process.kill()

@@ -71,14 +71,12 @@ def forget(done: Callable[[], object]) -> None:
         _last_things.remove(done)
 
 
-def run(program: Callable[[], object], *, silent: bool = False) -> None:
+def run(program: Callable[[], object]) -> None:
     """Run a program to its end, or to the first place at which a signal may end it: exit code 130 or 143 then.
 
     Args:
         program: Called without arguments.
-        silent: Whether to say nothing of a signal.
     """
-    _state.silent = silent
     for number in _WORDS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, say
             signal.signal(number, _handle)

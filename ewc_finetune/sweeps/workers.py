@@ -1,31 +1,38 @@
-"""Fine-tunes one after another in this process, or several at a time in others, which never outlive it."""
+"""Fine-tunes one after another in this process, or several at a time as commands of their own, which end with it."""
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
+import json
 import os
-import signal
+import re
+import shlex
+import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from multiprocessing import connection, resource_tracker
-from multiprocessing.context import SpawnProcess
 
 import torch
 
+from ewc_finetune.__main__ import main
 from ewc_finetune.errors import UsageError
 from ewc_finetune.finetuning.options import FinetuneOptions
-from ewc_finetune.progress import Progress, Silent
+from ewc_finetune.finetuning.request import command_of
+from ewc_finetune.progress import Progress
 from ewc_finetune.storage import signals
 
-# How long a process that is told to stop may take to leave its run folder in order.
+# Seconds that a process which is told to stop may take to leave its run folder in order.
 _PATIENCE = 10.0
-# Seconds after which it is seen whether a signal came.
+# Seconds after which it is seen again whether a process has ended or a signal has come.
 _BETWEEN_LOOKS = 0.2
+# What a process runs: isolated from the folder that it is started in, it finds modules where this one does.
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from ewc_finetune.sweeps.workers import work; work()"
+)
 
 
 @dataclass(frozen=True)
@@ -41,15 +48,13 @@ class Job:
     options: FinetuneOptions
 
 
-# What makes a fine-tune.
-Make = Callable[[FinetuneOptions, Progress], object]
 # A job's name, and why it failed, if it did.
 Done = tuple[str, str | None]
 
 
 def run_jobs(
     jobs: Sequence[Job],
-    finetune: Make,
+    finetune: Callable[[FinetuneOptions, Progress], object],
     at_once: int,
     started: Callable[[str], Progress],
 ) -> Generator[Done, None, None]:
@@ -57,145 +62,115 @@ def run_jobs(
 
     Args:
         jobs: What to make, in this order.
-        finetune: Makes one; in another process it must be one that can be imported there.
-        at_once: How many at a time; more than one run in processes of their own, which share this one's threads.
+        finetune: Makes one in this process.
+        at_once: How many at a time; more than one run as commands of their own, which share this one's threads.
         started: Called with the name of each as it begins; what it returns is told how that goes, in this process.
 
     Raises:
-        UsageError: if model, data or options cannot be sent to another process.
+        UsageError: if no command line can say the model, the data or the anchors of one that is to run by itself.
     """
     if at_once > 1 and len(jobs) > 1:
-        yield from _in_processes(jobs, finetune, at_once, started)
+        yield from _in_processes([(job.name, _command(job.options)) for job in jobs], at_once, started)
         return
     for job in jobs:
-        yield job.name, _make(finetune, job.options, started(job.name))
-
-
-def _make(finetune: Make, options: FinetuneOptions, progress: Progress) -> str | None:
-    """Make one fine-tune; return why it failed, if it did."""
-    try:
-        finetune(options, progress)
-    except Exception as error:  # noqa: BLE001 - whatever is wrong with one run, the others may be right
-        return str(error).strip() or type(error).__name__
-    return None
-
-
-class _Worker:
-    """A process that makes one fine-tune after another."""
-
-    def __init__(self, finetune: Make, threads: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.job = ""
-        self.process: SpawnProcess = context.Process(target=_work, args=(theirs, finetune, threads))
-        self.process.start()
-        theirs.close()
-
-    def begin(self, job: Job) -> None:
-        """Give it the next fine-tune."""
-        self.job = job.name
         try:
-            self.connection.send(job.options)
-        except OSError:
-            return  # the process is gone, which `result` will say
-        except Exception as error:  # whatever pickle says of what it cannot take
-            raise UsageError(
-                "several jobs at once need a model, data and options that other processes can have, and these cannot "
-                f"be sent there ({error}). Name files and data specs, or leave --jobs at 1"
-            ) from error
+            finetune(job.options, started(job.name))
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with one run, the others may be right
+            yield job.name, str(error).strip() or type(error).__name__
+        else:
+            yield job.name, None
 
-    def result(self) -> tuple[str | None, bool]:
-        """Return why the fine-tune failed, if it did, and whether the process can make another."""
-        try:
-            return self.connection.recv(), True
-        except (EOFError, OSError):
-            self.process.join()
-            code = self.process.exitcode or 0
-            how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-            return f"its process ended {how}; out of memory, perhaps: try fewer --jobs", False
 
-    def leave(self) -> None:
-        """Have the process end, for there is nothing left to do."""
-        with contextlib.suppress(OSError):
-            self.connection.send(None)
-        self.process.join()
-        self.connection.close()
+def _command(options: FinetuneOptions) -> list[str]:
+    """Return the arguments of `ewc-ft` that make a fine-tune.
+
+    Raises:
+        UsageError: if there are none.
+    """
+    said = command_of(options)
+    if said is None:
+        raise UsageError(
+            "several jobs at once are commands of their own, which cannot be told of a model, data or anchors that are "
+            "in memory. Name files and data specs, or leave --jobs at 1"
+        )
+    resume = [] if options.resume is None else ["--resume", str(options.resume)]
+    return [*shlex.split(said)[1:], *resume, "--quiet"]
+
+
+class _Process:
+    """A command that is under way."""
+
+    def __init__(self, name: str, arguments: Sequence[str], threads: int) -> None:
+        self.name, self.errors = name, tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self.process = subprocess.Popen(  # noqa: S603 - this program's own command
+            [sys.executable, "-I", "-c", _PROGRAM, json.dumps(sys.path), *arguments],
+            stdin=subprocess.PIPE,  # which closes when this process ends, however that comes
+            stdout=subprocess.DEVNULL,
+            stderr=self.errors,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            start_new_session=True,  # Ctrl-C is for the process that started it, which ends it
+        )
+
+    def failure(self) -> str | None:
+        """Return why a command that has ended failed, if it did."""
+        code = self.process.returncode
+        if code == 0:
+            return None
+        self.errors.seek(0)
+        told = re.search(r"^Error: (.*)", self.errors.read().decode(errors="replace"), re.MULTILINE | re.DOTALL)
+        if told and code > 0:
+            return told[1].strip()
+        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        return f"its process ended {how}; out of memory, perhaps: try fewer --jobs"
+
+    def close(self) -> None:
+        """Let go of what it was given."""
+        with suppress(OSError), self.process:
+            self.errors.close()
 
 
 def _in_processes(
-    jobs: Sequence[Job], finetune: Make, at_once: int, started: Callable[[str], Progress]
+    commands: Iterable[tuple[str, list[str]]], at_once: int, started: Callable[[str], Progress]
 ) -> Generator[Done, None, None]:
     threads = max(1, torch.get_num_threads() // at_once)
-    waiting, workers = deque(jobs), list[_Worker]()
-    if sys.platform != "win32":
-        resource_tracker.ensure_running()  # or it would let signals through while it starts
+    waiting, running = deque(commands), list[_Process]()
     try:
-        while waiting or workers:
-            while waiting and len(workers) < at_once:
-                with _deaf_to_interrupts():  # until it is known here
-                    workers.append(_Worker(finetune, threads))
-                workers[-1].begin(waiting.popleft())
-                started(workers[-1].job)
-            # The system takes the wait up again after a signal, so that it must end by itself.
-            while not (ready := connection.wait([worker.connection for worker in workers], _BETWEEN_LOOKS)):
-                signals.safe_point()
-            for worker in [worker for worker in workers if worker.connection in ready]:
-                failure, alive = worker.result()
-                done = worker.job
-                if alive and waiting:
-                    worker.begin(waiting.popleft())
-                    started(worker.job)
-                else:
-                    if alive:
-                        worker.leave()
-                    workers.remove(worker)
-                yield done, failure
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                running.append(_Process(*waiting.popleft(), threads))
+                started(running[-1].name)
+            time.sleep(_BETWEEN_LOOKS)
+            signals.safe_point()
+            for ended in [one for one in running if one.process.poll() is not None]:
+                running.remove(ended)
+                failure = ended.failure()
+                ended.close()
+                yield ended.name, failure
     finally:
-        _stop(workers)
+        _stop(running)
 
 
-def _stop(workers: Sequence[_Worker]) -> None:
+def _stop(running: Sequence[_Process]) -> None:
     """End processes at once: asked first, so that their run folders say so, then by force."""
     try:
-        for worker in workers:
-            worker.process.terminate()
-        for worker in workers:
-            worker.process.join(_PATIENCE)
+        for one in running:
+            one.process.terminate()
+        for one in running:
+            with suppress(subprocess.TimeoutExpired):
+                one.process.wait(_PATIENCE)
     finally:
-        for worker in workers:
-            worker.process.kill()
-            worker.process.join()
+        for one in running:
+            one.process.kill()
+            one.close()
 
 
-@contextlib.contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """Have a process that is started in the block not hear Ctrl-C: the one that started it does, and ends it."""
-    if sys.platform == "win32":
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _work(orders: connection.Connection, finetune: Make, threads: int) -> None:
-    """Make fine-tunes as they are asked for, in a process of its own."""
-    signals.run(partial(_obey, orders, finetune, threads), silent=True)
-
-
-def _obey(orders: connection.Connection, finetune: Make, threads: int) -> None:
+def work() -> None:
+    """Be one command, and end with the process that started it."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(threads)
-    with contextlib.suppress(EOFError):
-        while (options := orders.recv()) is not None:
-            orders.send(_make(finetune, options, Silent()))
+    main()
 
 
 def _end_with_parent() -> None:
-    """Wait for the process that started this one to end, however that came, and end too."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
+    with suppress(OSError):
+        os.read(0, 1)  # nothing is ever written there: it ends when the other process does
+    os._exit(1)
