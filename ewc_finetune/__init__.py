@@ -18,73 +18,41 @@ from typing import TYPE_CHECKING, Any
 from ewc_finetune._version import __version__
 
 if TYPE_CHECKING:
-    from ewc_finetune.anchor.anchor import Anchor
-    from ewc_finetune.anchor.probe_tensors import Probe
-    from ewc_finetune.anchor.provenance import Provenance
-    from ewc_finetune.anchor.summary import Inspection
-    from ewc_finetune.commands.consolidate import consolidate
-    from ewc_finetune.commands.dry_run import dry_run
-    from ewc_finetune.commands.evaluate import evaluate
-    from ewc_finetune.commands.finetune import finetune
-    from ewc_finetune.commands.inspect import inspect
-    from ewc_finetune.commands.merge import merge
-    from ewc_finetune.commands.pull import Pulled, pull
-    from ewc_finetune.commands.push import Pushed, push
-    from ewc_finetune.commands.report import Report, report
-    from ewc_finetune.commands.sweep import sweep
-    from ewc_finetune.curvature.check_rule import check_rule
-    from ewc_finetune.curvature.fisher import compute_fisher
-    from ewc_finetune.curvature.options import ConsolidateOptions
-    from ewc_finetune.curvature.rules import register_rule
-    from ewc_finetune.errors import EwcError
-    from ewc_finetune.evaluation.cost import Estimate
-    from ewc_finetune.evaluation.options import EvaluateOptions
-    from ewc_finetune.evaluation.probe import Retention, measure
-    from ewc_finetune.evaluation.score import Score
-    from ewc_finetune.finetuning.finetuned import Finetuned
-    from ewc_finetune.finetuning.options import FinetuneOptions
-    from ewc_finetune.penalty.options import MergeOptions
-    from ewc_finetune.penalty.penalty import Penalty
-    from ewc_finetune.sweeps.options import SweepOptions
-    from ewc_finetune.sweeps.run import Sweep
+    from ewc_finetune.anchor.anchor import Anchor as Anchor
+    from ewc_finetune.anchor.probe_tensors import Probe as Probe
+    from ewc_finetune.anchor.provenance import Provenance as Provenance
+    from ewc_finetune.anchor.summary import Inspection as Inspection
+    from ewc_finetune.commands.consolidate import consolidate as consolidate
+    from ewc_finetune.commands.dry_run import dry_run as dry_run
+    from ewc_finetune.commands.evaluate import evaluate as evaluate
+    from ewc_finetune.commands.finetune import finetune as finetune
+    from ewc_finetune.commands.inspect import inspect as inspect
+    from ewc_finetune.commands.merge import merge as merge
+    from ewc_finetune.commands.pull import Pulled as Pulled
+    from ewc_finetune.commands.pull import pull as pull
+    from ewc_finetune.commands.push import Pushed as Pushed
+    from ewc_finetune.commands.push import push as push
+    from ewc_finetune.commands.report import Report as Report
+    from ewc_finetune.commands.report import report as report
+    from ewc_finetune.commands.sweep import sweep as sweep
+    from ewc_finetune.curvature.check_rule import check_rule as check_rule
+    from ewc_finetune.curvature.fisher import compute_fisher as compute_fisher
+    from ewc_finetune.curvature.options import ConsolidateOptions as ConsolidateOptions
+    from ewc_finetune.curvature.rules import register_rule as register_rule
+    from ewc_finetune.errors import EwcError as EwcError
+    from ewc_finetune.evaluation.cost import Estimate as Estimate
+    from ewc_finetune.evaluation.options import EvaluateOptions as EvaluateOptions
+    from ewc_finetune.evaluation.probe import Retention as Retention
+    from ewc_finetune.evaluation.probe import measure as measure
+    from ewc_finetune.evaluation.score import Score as Score
+    from ewc_finetune.finetuning.finetuned import Finetuned as Finetuned
+    from ewc_finetune.finetuning.options import FinetuneOptions as FinetuneOptions
+    from ewc_finetune.penalty.options import MergeOptions as MergeOptions
+    from ewc_finetune.penalty.penalty import Penalty as Penalty
+    from ewc_finetune.sweeps.options import SweepOptions as SweepOptions
+    from ewc_finetune.sweeps.run import Sweep as Sweep
 
-__all__ = [
-    "Anchor",
-    "ConsolidateOptions",
-    "Estimate",
-    "EvaluateOptions",
-    "EwcError",
-    "FinetuneOptions",
-    "Finetuned",
-    "Inspection",
-    "MergeOptions",
-    "Penalty",
-    "Probe",
-    "Provenance",
-    "Pulled",
-    "Pushed",
-    "Report",
-    "Retention",
-    "Score",
-    "Sweep",
-    "SweepOptions",
-    "__version__",
-    "check_rule",
-    "compute_fisher",
-    "consolidate",
-    "dry_run",
-    "evaluate",
-    "finetune",
-    "inspect",
-    "measure",
-    "merge",
-    "pull",
-    "push",
-    "register_rule",
-    "report",
-    "sweep",
-]
-
+# In which module each name is; type checkers read the imports above.
 _HOMES = {
     "Anchor": "anchor.anchor",
     "ConsolidateOptions": "curvature.options",
@@ -120,6 +88,8 @@ _HOMES = {
     "report": "commands.report",
     "sweep": "commands.sweep",
 }
+
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the names of what is listed once
 
 
 def __getattr__(name: str) -> Any:
