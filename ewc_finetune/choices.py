@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, get_args
 
 from ewc_finetune.errors import UsageError, suggest
 
-if TYPE_CHECKING:
-    pass
-from typing import get_args
-
 Estimator = Literal["auto", "exact", "sampled", "empirical", "predicted", "batched"]
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
-# What `auto` may turn out to be, and what an anchor may have been made with: `none` for a curvature that is no Fisher,
-# `mixed` for one that was merged.
+# The estimators that an anchor may name: those that `auto` chooses from, `none` for a curvature that is no Fisher, and
+# `mixed` for one that was merged of several.
 KNOWN_ESTIMATORS = (*(name for name in ESTIMATORS if name != "auto"), "none", "mixed")
 
 LikelihoodName = Literal["categorical", "per-token", "bernoulli", "gaussian"]
@@ -32,7 +28,7 @@ LINEAGES: tuple[Lineage, ...] = get_args(Lineage)
 Head = Literal["shared", "new", "expand"]
 HEADS: tuple[Head, ...] = get_args(Head)
 
-# Of anchors that are merged; a new head's is left out as it is.
+# What a merge does with heads; one that was replaced (`new`) is left out anyway.
 MergedHead = Literal["shared", "expand"]
 MERGED_HEADS: tuple[MergedHead, ...] = get_args(MergedHead)
 

@@ -8,11 +8,9 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-# Of many things that are alike, so many are named.
+# The most things of one kind that a message names.
 _NAMED = 4
-
-
-# What looks like a token of the Hugging Face Hub.
+# The shape of a token of the Hugging Face Hub.
 _TOKEN = re.compile(r"\b(hf_(?:oauth_|jwt_)?|api_org_)[A-Za-z0-9]{20,}[\w.-]*")
 
 

@@ -15,7 +15,7 @@ from ewc_finetune.errors import EwcError, UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Under what the context keeps which file said a parameter.
+# The key under which click's context remembers which file said a parameter.
 _PATHS = "ewc_finetune.runs.options_file.paths"
 
 

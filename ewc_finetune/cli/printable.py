@@ -6,7 +6,7 @@ import re
 import unicodedata
 
 _BREAKS = re.compile(r" *[\t\n\v\f\r\x85\u2028\u2029]+ *")
-# What scripts join letters with, and emoji their parts.
+# Characters that join letters in some scripts and the parts of emoji: the only invisible ones that are kept.
 _JOINERS = "\u200c\u200d"
 
 

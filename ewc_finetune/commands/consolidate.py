@@ -73,12 +73,12 @@ class ConsolidationPlan:
     """What a consolidation will do.
 
     Attributes:
-        options: As they were asked for.
+        options: The options that the command was given.
         opened: The model.
         excluded: Parameters that get no curvature, each with the reason.
-        domain: Its data.
-        likelihood: Of all outputs.
-        device: Where to compute.
+        domain: The data to take curvature of.
+        likelihood: The likelihood of the model's outputs, those of every head included.
+        device: The device to compute on.
         reference: Where the weights are that the anchor refers to, if it does.
     """
 
@@ -100,7 +100,7 @@ def plan(options: ConsolidateOptions) -> ConsolidationPlan:
     """Open and check everything that a consolidation takes.
 
     Args:
-        options: What is asked for.
+        options: The options that the command was given.
 
     Raises:
         EwcError: naming what is wrong with the model, the data, an option or the file.
@@ -143,8 +143,8 @@ class _Pass:
 
     Attributes:
         bound: The data, as the model takes it.
-        chosen: What is used of it.
-        parameters: Those that get curvature.
+        chosen: The samples of it that are used.
+        parameters: The parameters that get curvature, by name.
         prepared: The seconds that it took to get at the samples.
     """
 
@@ -172,7 +172,7 @@ def cost(todo: ConsolidationPlan) -> Estimate:
     """Take the Fisher of a few batches, and say what all of it will need.
 
     Args:
-        todo: What is to be done.
+        todo: The plan to carry out.
 
     Raises:
         EwcError: if model and data do not suit each other.
@@ -209,7 +209,7 @@ def run(todo: ConsolidationPlan) -> Anchor:
     """Compute the Fisher, and make the anchor.
 
     Args:
-        todo: What is to be done.
+        todo: The plan to carry out.
 
     Raises:
         EwcError: if model and data do not suit each other, or the file cannot be written.

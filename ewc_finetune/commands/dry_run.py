@@ -28,10 +28,10 @@ def dry_run(command: Callable[..., object], model: Any, data: Any, **options: An
     Models are left as they were.
 
     Args:
-        command: One of the three.
-        model: Its model.
-        data: Its data.
-        options: Its options.
+        command: `consolidate`, `finetune` or `sweep`.
+        model: The model that the command would be given.
+        data: The data that the command would be given.
+        options: The command's other options, by name.
 
     Raises:
         EwcError: as the command would.

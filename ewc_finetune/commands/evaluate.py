@@ -43,11 +43,11 @@ class EvaluationPlan:
     """What an evaluation will do.
 
     Attributes:
-        options: As they were asked for.
+        options: The options that the command was given.
         opened: The model, with the head that it is scored with.
-        domains: What it is scored on.
-        likelihood: Of the outputs.
-        device: Where to compute.
+        domains: The domains that the model is scored on.
+        likelihood: The likelihood of the model's outputs.
+        device: The device to compute on.
     """
 
     options: EvaluateOptions
@@ -61,7 +61,7 @@ def plan(options: EvaluateOptions) -> EvaluationPlan:
     """Open and check everything that an evaluation takes.
 
     Args:
-        options: What is asked for.
+        options: The options that the command was given.
 
     Raises:
         EwcError: naming what is wrong with the model, the data or an option.
@@ -83,7 +83,7 @@ def run(todo: EvaluationPlan) -> list[Score]:
     """Score the model on each domain.
 
     Args:
-        todo: What is to be done.
+        todo: The plan to carry out.
 
     Raises:
         EwcError: if model and data do not suit each other.

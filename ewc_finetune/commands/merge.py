@@ -37,7 +37,7 @@ from ewc_finetune.runs.idle import MERGE, say_idle
 from ewc_finetune.specs.options import check_declared, takes
 from ewc_finetune.storage.atomic import atomic_writes, check_output, storage_errors
 
-# By how much of the sum a block must be off for it to be said.
+# A block that is off by this share of the sum, in the Frobenius norm, is worth a note.
 _NOTED = 0.005
 
 
@@ -70,7 +70,7 @@ class MergePlan:
     """What a merge will do.
 
     Attributes:
-        options: As they were asked for.
+        options: The options that the command was given.
         parents: The anchors that count, oldest first.
         strengths: The lambda of each.
     """
@@ -84,7 +84,7 @@ def plan(options: MergeOptions) -> MergePlan:
     """Open and check everything that a merge takes.
 
     Args:
-        options: What is asked for.
+        options: The options that the command was given.
 
     Raises:
         EwcError: naming what is wrong with an option, an anchor or a file.
@@ -116,7 +116,7 @@ def plan(options: MergeOptions) -> MergePlan:
     for remark in [r for parent in parents for r in parent.remarks] + remarks(parents, lineage):
         progress.note(remark)
     if options.online:
-        # What the older ones keep when all of them have faded.
+        # Each anchor has faded once for every newer one.
         strengths = [lam * options.gamma ** (len(parents) - 1 - k) for k, lam in enumerate(strengths)]
     used = [(parent, lam) for parent, lam in zip(parents, strengths, strict=True) if lam > 0]
     parents, strengths = [parent for parent, _ in used], [lam for _, lam in used]
@@ -130,7 +130,7 @@ def run(todo: MergePlan) -> Anchor:
     """Make one anchor of several, and write it.
 
     Args:
-        todo: What is to be done.
+        todo: The plan to carry out.
 
     Raises:
         EwcError: if the anchors do not fit each other, or a file cannot be written.

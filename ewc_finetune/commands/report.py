@@ -29,7 +29,7 @@ class Report:
     Attributes:
         path: The file.
         sentence: The outcome in one sentence.
-        parts: What the page says, by new domain.
+        parts: The sections of the page, one for each new domain.
     """
 
     path: Path
@@ -81,7 +81,7 @@ def report(
         output: The file; by default `report.html` in the run's folder, in the folder that holds several, or beside
             them. There an earlier report is replaced.
         overwrite: Whether any other file may be replaced.
-        title: Of the page.
+        title: The title of the page.
         progress: Told what happens.
 
     Returns:

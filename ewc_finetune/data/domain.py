@@ -20,7 +20,7 @@ from ewc_finetune.modules.batch import Inputs, count, is_inputs, take
 
 # Inputs and labels; every kind of data may come without labels.
 Batch = tuple[Inputs, Tensor | None]
-# What labels are called where a batch is a dictionary.
+# The keys of labels in batches that are dictionaries.
 _LABELS = ("labels", "label")
 
 
@@ -176,8 +176,8 @@ class Domain:
             return islice(samples, skip, None)
         order = range(len(samples)) if shuffle is None else torch.randperm(len(samples), generator=shuffle).tolist()
         if workers and shuffle is not None:
-            # What workers draw at random differs from epoch to epoch, and from sample to sample as they take turns:
-            # to be the same again, everything must be read again.
+            # Workers draw other random numbers in each epoch and take turns at the samples, so a run that goes on in
+            # the middle of an epoch gets the same samples only if all before them are read again.
             drawn = torch.randint(2**62, (), generator=shuffle.clone_state())  # which leaves the order of what follows
             own["generator"].manual_seed(int(drawn))
             return islice(DataLoader(samples, batch_sampler=_batched(order, batch_size), **own), skip, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Of every draw, so that a spec names the same samples whenever it is read.
+# The seed of every draw: a spec names the same samples whenever it is read.
 _SEED = 0
 
 

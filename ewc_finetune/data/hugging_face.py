@@ -76,7 +76,7 @@ def of_rows(rows: Any, name: str, options: Options, split: Split | None = None) 
 
     Args:
         rows: The dataset, which may be a stream.
-        name: What to call it.
+        name: The name of this one in messages.
         options: Which columns have what.
         split: Which split it is, if it is one of several.
 

@@ -23,7 +23,7 @@ class ImageFiles(Dataset[Any]):
 
     Args:
         files: Paths, with labels.
-        options: What is done to each.
+        options: What is done to each image.
 
     Attributes:
         alike: Whether they must be of one size.

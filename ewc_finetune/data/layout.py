@@ -97,8 +97,8 @@ def find_layout(
 
     Args:
         model: On `device`; tried in eval mode and left as it was.
-        domain: Where the sample comes from.
-        device: Where the model is.
+        domain: The domain that the sample is of.
+        device: The device that the model is on.
         check_outputs: Raises a DataError for outputs that the likelihood cannot take.
         recorded: The layout that the model's checkpoint or anchor carries, to say what would have been right.
 

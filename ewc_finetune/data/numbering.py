@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ewc_finetune.errors import DataError, few
 
-# How names are numbered unless it is said.
+# The ways in which names of classes are numbered, in words.
 BY_NAME = "in alphabetical order"
 AS_LISTED = "in the order of labels="
 BY_DATASET = "as the dataset does"
@@ -34,7 +34,7 @@ def number(values: Sequence[str], names: tuple[str, ...] | None, where: str) -> 
     Args:
         values: The label of each sample.
         names: Of all the model's outputs, in their order; those that there are in alphabetical order unless given.
-        where: What to call the data.
+        where: The name of the data in messages.
 
     Returns:
         The numbers, and the names by number.

@@ -44,10 +44,10 @@ class Options:
         labels: Names of the model's outputs, in their order, which labels are then numbered by.
         length: How many tokens to keep of each text, or to generate.
         pack: Join the texts and cut them into samples of so many tokens.
-        config: Of a dataset on the Hub.
-        revision: Likewise.
+        config: The configuration of a dataset on the Hub.
+        revision: The revision of a dataset on the Hub.
         stream: Whether to read the samples as they come.
-        seed: Of what is generated.
+        seed: The seed of what is generated.
     """
 
     split: Split | None = None

@@ -21,10 +21,14 @@ from ewc_finetune.errors import DataError, UsageError
 from ewc_finetune.likelihood.base import IGNORED
 from ewc_finetune.modules.task import Purpose
 
-# Texts are cut to so many tokens where neither the data nor the model says.
+# The most tokens of a text, where neither the data nor the model says.
 _LENGTH = 512
-# How BERT is trained: of all tokens so many are to be guessed, and of those so many are masked, and so many replaced.
-_GUESSED, _MASKED, _REPLACED = 0.15, 0.8, 0.1
+# Masked language modelling as BERT has it (Devlin et al. 2019, section 3.1): the share of tokens to be guessed,
+_GUESSED = 0.15
+# the share of these that are masked,
+_MASKED = 0.8
+# and the share of these that are replaced by random tokens.
+_REPLACED = 0.1
 # How many samples are generated at once.
 _AT_ONCE = 64
 
@@ -37,9 +41,9 @@ def preprocessed(domain: Domain, purpose: Purpose | None, model: nn.Module, labe
 
     Args:
         domain: Of texts, images, or samples to be generated.
-        purpose: What the model is for, if it is known.
+        purpose: The task that the model is for, if it is known.
         model: On its device, in eval mode; generates samples.
-        label: What to call it in messages.
+        label: The name to use in messages.
 
     Raises:
         DataError: if the model has nothing that makes inputs of such samples.
@@ -86,7 +90,7 @@ def _of_texts(domain: Domain, samples: Texts | TextStream | Generated, purpose: 
             return _padded(filler, encoded), _labels([label for _, label in found], purpose)
 
         return replace(domain, collate=classified)
-    # What a language model is to say of a text is in the text.
+    # The labels of a language model are the tokens of the text itself.
     domain = replace(domain, classes=None, labels=None)
     if isinstance(samples, Texts) and samples.pack is not None:
         blocks = _packed(tokenizer, samples, min(samples.pack, length), domain.name)

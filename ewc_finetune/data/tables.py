@@ -21,9 +21,9 @@ from ewc_finetune.data.texts import Texts, refuse_split
 from ewc_finetune.errors import DataError, EwcError, UsageError, suggest
 from ewc_finetune.specs.query import Address
 
-# What a field of a table may have: a long text.
+# The most characters that a field of a table may have.
 _LONGEST = 1 << 30
-# What columns and arrays are called where the spec doesn't say.
+# The names by which columns and arrays are found where the spec does not name them.
 TEXTS = ("text", "sentence", "content")
 TARGETS = ("label", "labels", "target", "y")
 _INPUTS = ("x", "inputs", "images", "features", "data")
@@ -160,8 +160,8 @@ def labels_of(
     """Make labels of columns: class numbers, names of classes, or numbers, several to each.
 
     Args:
-        columns: Of the targets.
-        where: What to call them.
+        columns: The columns with the targets.
+        where: The name of the table in messages.
         names: Of the model's outputs, in their order, where labels are to be numbered by them.
 
     Returns:

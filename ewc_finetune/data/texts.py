@@ -70,7 +70,7 @@ class Generated(Dataset[Any]):
     Attributes:
         count: How many.
         length: How many tokens at most; as many as the model takes unless given.
-        seed: Of their draws.
+        seed: The seed of what is drawn at random.
     """
 
     count: int

@@ -51,9 +51,9 @@ def bind(
     Args:
         opened: The model, on `device`; where the data differs from what is known of it, that is said.
         domain: The data, as it is presented to the model.
-        likelihood: Of all outputs.
-        device: Where the model is.
-        progress: Told what is assumed.
+        likelihood: The likelihood of the model's outputs, those of every head included.
+        device: The device that the model is on.
+        progress: Is told what is assumed.
         outputs: How many the model must have, where its head was changed.
 
     Raises:

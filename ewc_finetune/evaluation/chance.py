@@ -14,11 +14,11 @@ from ewc_finetune.evaluation.bound_domain import BoundDomain
 from ewc_finetune.likelihood.categorical import Categorical
 from ewc_finetune.progress import Progress
 
-# So often guesses may be as good as a score that is told from guessing.
+# A score counts as better than guessing if guesses are as good in no more than this share of trials.
 _RISK = 0.01
-# With fewer samples, three of four right answers to a question of two could be guesses.
+# The fewest samples that say anything: of fewer, three right answers in four could be guesses among two classes.
 _ENOUGH = 30
-# So many classes are listed.
+# The most classes that a message lists.
 _LISTED = 20
 
 
@@ -47,7 +47,7 @@ def warn_at_chance(
         opened: The model.
         accuracy: The score; None where there is none.
         samples: Which it is of.
-        progress: Told the warning.
+        progress: Is told the warning.
         own: Whether the model should know this data: of others that is said only where something is to be suspected.
     """
     domain = bound.domain

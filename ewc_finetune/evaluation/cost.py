@@ -15,12 +15,12 @@ import torch
 
 from ewc_finetune.data.domain import Batch, Domain
 
-# So many batches are tried; the first takes longer than the others.
+# How many batches are tried; the first takes longer than the others.
 TRIED = 3
-
-
-# A pass of fewer batches than this is short, and of one of so many or more several batches are tried.
-_SHORT, _LONG = 4, 10
+# A pass of fewer batches than this is not timed a second time.
+_SHORT = 4
+# Of a pass of at least so many batches several are tried, to tell what each takes from what is done once.
+_LONG = 10
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Estimate:
         seconds: How long that will take, by what was tried; None where it is not known how much there is.
         memory: The most that this process took when a little of the work was tried, in bytes: `host`, and of a CUDA
             `device`; None where the system does not say.
-        files: What it will write.
+        files: The files that will be written.
         found: What the options of a fine-tune turned out to be, as its `run.json` has it.
     """
 
@@ -82,7 +82,7 @@ def estimate_consolidation(
         batch_size: Samples to each.
         samples: How many there will be, if that is known.
         prepared: The seconds that it took to get at the samples.
-        device: Where the model is.
+        device: The device that the model is on.
         output: The anchor, if it is to be written.
     """
     files = () if output is None else (output,)
@@ -95,7 +95,7 @@ def estimate_consolidation(
         first = _timed(run, batches[:1])
         again = first if once else _timed(run, batches[:1])
         whole = _timed(run, batches) if len(batches) > 1 else again
-    # What is done once, looking at the model, is in each of them.
+    # Each timing includes what is done once, so that only differences tell what a batch takes.
     each = max(whole - again, 0.0) / (len(batches) - 1) if len(batches) > 1 else again
     seconds = None if total is None else prepared + first + each * (total - 1)
     return Estimate({"samples": samples}, seconds, memory, files)

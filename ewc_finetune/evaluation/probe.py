@@ -42,7 +42,7 @@ class Retention:
 
     Attributes:
         anchor: The anchor that the probe is in.
-        data: What its inputs are of.
+        data: The spec of the data that its inputs were taken from.
         samples: How many there are.
         divergence: Mean over the inputs of the divergence of the model's predictions from those kept, in nats.
         unchanged: Share of the inputs whose most likely answer is the same (of a sample's tokens or answers, the mean
@@ -77,8 +77,8 @@ def take_probe(model: nn.Module, bound: BoundDomain, n: int, seed: int, device: 
         bound: The domain, as the model takes it.
         n: How many inputs: a random subset where samples can be chosen, the first of a stream or loader; all if there
             are fewer.
-        seed: Of the subset.
-        device: Where the model is.
+        seed: The seed that chooses the inputs.
+        device: The device that the model is on.
 
     Raises:
         DataError: if there is no sample, or samples have shapes that don't go into one tensor.
@@ -129,10 +129,10 @@ def measure(
 
     Args:
         model: On `device`.
-        probe: Of an anchor.
-        device: Where the model is.
-        anchor: What to call that anchor.
-        batch_size: Inputs at once.
+        probe: The probe of an anchor.
+        device: The device that the model is on.
+        anchor: The name of that anchor in messages.
+        batch_size: How many inputs to compute at once.
 
     Raises:
         AnchorMismatchError: if the inputs don't go into the model, or its outputs are not comparable.

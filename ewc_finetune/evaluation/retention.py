@@ -22,7 +22,7 @@ class Meter:
     """A probe in memory, to be measured again and again while a model is trained.
 
     Attributes:
-        anchor: What to call the anchor that it is of.
+        anchor: The name of the anchor that the probe is of.
         probe: The probe.
         head: The anchor's last layer, where the model has another; None otherwise.
     """
@@ -41,8 +41,8 @@ def meters(model: nn.Module, anchors: Sequence[Anchor], head: Mapping[str, Any] 
     """Read the probes of anchors, in their order; none where they have none.
 
     Args:
-        model: What is to be measured.
-        anchors: As they are, with their own heads.
+        model: The model to measure.
+        anchors: The anchors, each with the head that it was made with.
         head: The model's head (`Provenance.head`).
 
     Raises:

@@ -15,7 +15,7 @@ from ewc_finetune.modules.batch import call
 from ewc_finetune.modules.modes import evaluating
 from ewc_finetune.progress import Bar
 
-# Of e, in float64.
+# Beyond this loss in nats the perplexity, its exponential, overflows float64.
 _LARGEST_EXPONENT = 700.0
 
 

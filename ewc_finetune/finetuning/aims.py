@@ -17,7 +17,7 @@ from ewc_finetune.finetuning.best_state import merit
 from ewc_finetune.finetuning.options import FinetuneOptions
 from ewc_finetune.specs.options import is_number
 
-# By such a factor the first lambda is left.
+# The first lambda is multiplied or divided by this factor until the one looked for lies between two that were tried.
 _FACTOR = 4.0
 
 
@@ -28,9 +28,9 @@ class Trial:
     Attributes:
         strength: The lambda, of which each anchor has its own multiple; None for the plain run.
         before: Score on the held-out samples of the new domain before it.
-        score: The same after it.
+        score: The score of the held-out samples after the run.
         watched: On the domains that are evaluated.
-        retention: Of the anchors' probes.
+        retention: What the run kept of the anchors' probes.
         distance: The anchors' quadratic at lambda 1, for the weights that it ended with.
         within: Whether it is good enough, or for the best mean score, better than all before it.
     """
@@ -104,7 +104,7 @@ class _Threshold(Aim):
         good = self._edge(held, True)
         if good is None:
             return self._towards_good(held)
-        # What is good may have others on its good side too: what a run keeps need not grow with lambda.
+        # What a run keeps need not grow with lambda, so good lambdas may lie on both sides of a good one.
         beyond = [_strength(t) for t in held if not t.within and (_strength(t) > good) is self.upwards]
         if not beyond:
             return good * _FACTOR if self.upwards else good / _FACTOR
@@ -262,9 +262,9 @@ def aim_of(options: FinetuneOptions, chosen: Sequence[str], anchors: Sequence[An
     """Return what a search is to look for.
 
     Args:
-        options: Of the fine-tune that it is for.
+        options: The options of the fine-tune that a lambda is looked for.
         chosen: Names of the domains to select on.
-        anchors: That it is held by.
+        anchors: The anchors that hold it.
 
     Raises:
         UsageError: if two aims are asked for, or a share that is none or that no probe can tell.

@@ -30,7 +30,7 @@ def cost(todo: Plan) -> Estimate:
     """Train for a few steps and score a few batches, and put the model back as it was.
 
     Args:
-        todo: What is to be done.
+        todo: The plan to carry out.
 
     Raises:
         EwcError: if model and data do not suit each other.

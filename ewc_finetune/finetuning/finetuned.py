@@ -22,16 +22,16 @@ class Finetuned:
     Attributes:
         model: The adapted model; the caller's own where a module was passed.
         before: Score on every evaluated domain before the first step.
-        after: The same of the state that the run ended with.
+        after: The scores of the state that the run ended with.
         history: The lines of `metrics.jsonl`.
         search: How lambda was found, if it was looked for.
         steps: Optimizer steps taken.
         step: The one whose state this is: the last, or the best; 0 is the start.
         training_loss: How the loss of its own batches went; None if no step was taken.
         retention: What the state has kept of the answers to the anchors' probes.
-        norm_stats: What was done with normalisation statistics.
+        norm_stats: Whether normalisation statistics were `frozen` or followed the new data (`update`).
         lineage: The anchors that have pulled on the model, for `consolidate`; a checkpoint file carries them itself.
-        head: What is known of its last layer, if it was given a new one; likewise.
+        head: What is known of its last layer, if it was given a new one; `consolidate` takes it too.
         output: The checkpoint file, where one was written.
         run: The run folder, where one was written.
     """

@@ -15,7 +15,7 @@ from ewc_finetune.checkpoint.open import Opened
 from ewc_finetune.data.domain import Domain, as_bytes
 from ewc_finetune.errors import DataError
 
-# Of samples that are not in memory, so many are looked at to know them again.
+# How many samples are read to recognise data that is not in memory.
 _LOOKED_AT = 64
 
 
@@ -76,7 +76,7 @@ def _digest(domain: Domain, told: bool) -> str | None:
     samples: Any = domain.samples
     chosen = sorted({size * k // _LOOKED_AT for k in range(_LOOKED_AT)}) if told else []
     looks = [_digest_of(samples, chosen) for _ in range(2)]
-    # What is drawn anew whenever it is read, as augmented samples are, tells nothing.
+    # Samples that differ each time they are read (augmented ones, say) cannot be recognised by their contents.
     return digest.hexdigest() + (looks[0] if looks[0] == looks[1] else "")
 
 

@@ -27,9 +27,9 @@ def give_head(start: Opened, head: Head, domain: Domain, seed: int, written: boo
         start: The model, changed in place.
         head: `new` or `expand`.
         domain: Whose labels say how many outputs there must be.
-        seed: Of the new weights.
+        seed: The seed of the new layer's weights.
         written: Whether the model will be written to a file, and its architecture must say its outputs.
-        progress: Told what becomes of the head.
+        progress: Is told what becomes of the head.
 
     Raises:
         ArchitectureError: see `replace_head` and `with_outputs`.

@@ -35,8 +35,8 @@ class Job:
     Attributes:
         start: The model, with the head that it is trained with.
         new: The new domain, as the model takes it.
-        watched: The domains to score, likewise.
-        penalty: Of the anchors; None without any.
+        watched: The domains to score, as the model takes them.
+        penalty: The penalty of the anchors; None without any.
         frozen: Parameters that this run alone does not train.
         record: What is to be known of the model that is written.
         undoing: What puts a changed head back; closed when the job is done with, unless it was taken over.
@@ -62,9 +62,9 @@ def ready(plan: Plan, strengths: Sequence[float], progress: Progress) -> Iterato
     """Give the model its head, and match data and anchors with it; it is on the plan's device inside the block.
 
     Args:
-        plan: What is to be done.
+        plan: The plan to carry out.
         strengths: The lambda of each anchor.
-        progress: Told what is assumed.
+        progress: Is told what is assumed.
 
     Raises:
         EwcError: naming what does not suit.

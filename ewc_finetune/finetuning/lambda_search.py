@@ -24,14 +24,16 @@ from ewc_finetune.errors import RetentionError, UsageError
 from ewc_finetune.finetuning.aims import Aim, Best, Trial
 from ewc_finetune.progress import Progress
 
-# Held runs; with the plain one they are five.
+# Short runs under the penalty; with the plain one they are five.
 RUNS = 4
-# So many more, around the best one, where none of them will do, or the one that does is a large step from the rest.
+# Further short runs around the best one, where none of them will do or the one that does is a large step from the rest.
 _MORE = 2
-# Of the lambda at which the plain run's weights would cost what they gained, so much is tried first.
+# The first lambda that is tried, as a share of the one at which the plain run's weights would cost what they gained.
 _FIRST = 1 / 8
-# Held out of the new domain to choose by: a share of the samples, and no more than so many.
-_HELD_OUT, _MOST = 0.1, 5_000
+# The share of the new domain's samples that is held out to choose by.
+_HELD_OUT = 0.1
+# The most samples that are held out.
+_MOST_HELD_OUT = 5_000
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Search:
     Attributes:
         strength: The lambda that won.
         met: Whether its run was good enough; else it is the best or the nearest that was tried.
-        aim: What was looked for, in words.
+        aim: The aim of the search, in words.
         trials: All runs, in the order in which they were made.
     """
 
@@ -61,8 +63,8 @@ def search_lambda(run: Callable[[float | None], Trial], aim: Aim, progress: Prog
 
     Args:
         run: Makes a short run with a lambda, or plainly for None.
-        aim: What is looked for.
-        progress: Told of every run.
+        aim: The aim of the search.
+        progress: Is told of every run.
 
     Raises:
         RetentionError: if none keeps what must be kept.
@@ -101,7 +103,7 @@ def split(domain: Domain, seed: int) -> tuple[Domain, Domain]:
         UsageError: if its samples cannot be had by number, or are too few.
     """
     size = domain.size or 0
-    held = min(int(size * _HELD_OUT), _MOST)
+    held = min(int(size * _HELD_OUT), _MOST_HELD_OUT)
     if not domain.indexable or held < 1:
         raise UsageError(
             f"{domain.name} has no samples by number, or fewer than 10, so none can be held out to choose a lambda by; "

@@ -23,7 +23,7 @@ class Movement:
         parameters: How many weights it has.
         share: Its share of the trace of all anchors' `lambda F`, 0 to 1; None without anchors.
         moved: How far its weights went, in root mean square, relative to what they were.
-        penalty: Its part of the penalty, in nats.
+        penalty: The layer's part of the penalty, in nats.
     """
 
     layer: str
@@ -37,9 +37,9 @@ def movements(model: nn.Module, start: Mapping[str, Tensor], penalty: Penalty | 
     """Return a `Movement` for each layer, in the model's order, as JSON has it.
 
     Args:
-        model: As the run left it.
+        model: The model as the run left it.
         start: Its parameters before the run, by name; those of another shape (a new head) have no way to measure.
-        penalty: Of the anchors.
+        penalty: The penalty of the anchors that held the run.
     """
     layers: dict[str, Movement] = {}
     ways: dict[str, tuple[float, float]] = {}

@@ -26,16 +26,16 @@ class RunObserver:
     """Logs a run, and decides at each evaluation what is kept and whether it goes on; see `Observer`.
 
     Args:
-        readings: Of the model.
+        readings: Reads scores and retention off the model.
         checkpoints: The states that are kept.
         sinks: Where the log goes, beside `history`.
         retain: The share of the answers to the probes that must stay, if any.
-        progress: Told what happens.
+        progress: Is told what happens.
 
     Attributes:
         history: The lines of the log so far.
         before: Scores of the watched domains before the first step.
-        seconds: That earlier parts of the run took.
+        seconds: How long the run took before it was resumed.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ewc_finetune.anchor.anchor import Anchor
 
-# How much of the plain run's accuracy may be lost.
+# The share of the plain run's accuracy that may be lost.
 DEFAULT_TOLERANCE = 0.02
 
 

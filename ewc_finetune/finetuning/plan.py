@@ -45,7 +45,8 @@ class Plan:
     """What a fine-tune will do.
 
     Attributes:
-        options: As they were asked for, with what is on the Hub at the commit that it is now.
+        options: The options that the command was given, with addresses on the Hub pinned to the commit that they name
+            now.
         schedule: How to train, with what was left open decided.
         start: The model.
         fresh: Whether its weights are.
@@ -55,9 +56,9 @@ class Plan:
         scored: The domains to score.
         specs: The spec of each that has one.
         chosen: Of these, the names of those that say which state is the best; None where nothing asks.
-        aim: What a search for lambda looks for.
+        aim: What a search for lambda is to look for.
         likelihood: Gives the loss.
-        device: Where to compute.
+        device: The device to compute on.
         output: The checkpoint to write.
         overwrite: Whether what is there may be replaced.
         earlier: The run to go on with.
@@ -90,7 +91,7 @@ def plan(options: FinetuneOptions) -> Plan:
     """Open and check everything that a fine-tune takes; what is wrong is said all at once, as far as it can be known.
 
     Args:
-        options: What is asked for.
+        options: The options that the command was given.
 
     Raises:
         EwcError: naming what is wrong with the model, an anchor, the data, an option or a file.

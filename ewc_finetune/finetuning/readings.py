@@ -21,11 +21,11 @@ class Readings:
     """Scores the watched domains, and measures what is kept of the anchors' probes.
 
     Args:
-        model: As it is when it is read.
+        model: The model, which is read as it is at the time.
         watched: The domains to score.
-        meters: Of the probes.
+        meters: Measure what is kept of each probe.
         batch_size: Samples at once.
-        device: Where the model is.
+        device: The device that the model is on.
 
     Attributes:
         scores: The latest of the domains.

@@ -17,7 +17,7 @@ from ewc_finetune.runs.record import Run
 from ewc_finetune.specs.options import names_of
 from ewc_finetune.storage.atomic import beside
 
-# What does not change what is trained: the run ends as it would have, but for rounding and what is drawn at random.
+# Options that may change when a run goes on: it ends as it would have, but for rounding and random numbers.
 SOUND = names_of(FinetuneOptions, lambda known: known.sound)
 
 
@@ -72,7 +72,7 @@ def output_of(run: Run, asked: str | Path | None) -> Path:
 
     Args:
         run: The run.
-        asked: Where it is asked for, if it is.
+        asked: The output that was asked for, if any.
 
     Raises:
         UsageError: if that is another place, or the folder is called otherwise than it was.

@@ -45,7 +45,7 @@ def run(todo: Plan) -> Finetuned:
     The same seed on the same machine gives the same bytes, be it in one go or resumed.
 
     Args:
-        todo: What is to be done.
+        todo: The plan to carry out.
 
     Raises:
         EwcError: if model and data do not suit each other, or the run ends early (the loss becomes NaN, say). The state

@@ -22,9 +22,9 @@ class RunCheckpoints:
     """Keeps states of a model, in memory and in the run folder where there is one.
 
     Args:
-        model: That is trained.
-        record: What is to be known of it.
-        folder: Of the run.
+        model: The model that is trained.
+        record: What a checkpoint of it records.
+        folder: The run folder.
         selection: Says which state is the best, where that is asked for.
         keep: Whether the model belongs to a caller, who gets it back as it was if the run fails.
         undo: Undoes what was changed of the module itself, until there is a state worth keeping.
@@ -100,7 +100,7 @@ class RunCheckpoints:
 
         Args:
             training: Returns the trainer's state.
-            seconds: That the run has taken.
+            seconds: How long the run has taken.
         """
         if self.folder is None:
             return

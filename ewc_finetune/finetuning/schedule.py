@@ -20,6 +20,11 @@ from ewc_finetune.choices import (
 from ewc_finetune.errors import UsageError
 from ewc_finetune.specs.options import check_declared, is_number, option
 
+# Steps between two lines of the log.
+_LOG_EVERY = 50
+# The lines that the log of a run has at least, where that takes smaller steps.
+_LEAST_LINES = 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
@@ -152,7 +157,7 @@ class Schedule:
         """Return the steps between two lines of the log, of a run of so many."""
         if self.log_every is not None:
             return self.log_every
-        return _LOG_EVERY if total is None else max(1, min(_LOG_EVERY, total // _LINES))
+        return _LOG_EVERY if total is None else max(1, min(_LOG_EVERY, total // _LEAST_LINES))
 
     def rate(self, step: int, total: int | None) -> float:
         """Return the learning rate of a step, counted from 1.
@@ -169,7 +174,3 @@ class Schedule:
             return self.lr
         done = min(1.0, (step - 1 - warmup) / max(1, steps - warmup))
         return self.lr * (1 - done if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done)))
-
-
-# Steps between two lines of the log, but for runs that would have fewer lines than these.
-_LOG_EVERY, _LINES = 50, 20

@@ -30,7 +30,7 @@ def search_by_trials(
     """Look for lambda with short runs; see `search_lambda`.
 
     Args:
-        plan: What it is for.
+        plan: The fine-tune that a lambda is looked for.
         finetune: Makes one.
         folder: Remembers the runs that are made, and knows those that were made before the run was stopped.
 
@@ -69,7 +69,7 @@ def _short(plan: Plan) -> FinetuneOptions:
         eval_on=[held_out, *plan.scored],
         epochs=shorter(plan.schedule.epochs),
         norm_stats=plan.schedule.norm_stats,
-        # What only the whole run does: it chooses, stops and writes.
+        # Only the whole run chooses a state, stops early and writes files.
         patience=None,
         keep=None,
         retain=None,

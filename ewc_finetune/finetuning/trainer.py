@@ -33,8 +33,8 @@ class Observer(Protocol):
         """Look at the model, whose weights are finite, and return whether to go on.
 
         Args:
-            epoch: That the last step was of.
-            step: So many are done.
+            epoch: The epoch of the last step.
+            step: The number of steps that are done.
             state: Returns what `Trainer.run` needs to go on from here: nothing but tensors, which are those in use, and
                 plain values.
         """
@@ -83,9 +83,11 @@ class Trainer:
             self.autocast = torch.autocast(self.device.type, half)
         if penalty is not None and penalty.form == "proximal":
             penalty.attach(self.optimizer)
-        self.epoch, self.batch, self.step = 1, 0, 0  # under way; batches done of it; steps done in all
+        self.epoch = 1  # the one that is under way
+        self.batch = 0  # batches of this epoch that are done
+        self.step = 0  # steps that are done in all
         self.skipped = 0  # steps that were not taken, for their gradients overflowed in half precision
-        # Of this epoch's beginning, for whoever goes on in the middle of it.
+        # Random states at the beginning of this epoch, from which a run that stopped in its middle goes on.
         self.order, self.random = shuffle.get_state(), random_state(self.device)
         self.recent: list[Tensor] = []  # losses since the last line, left on the device until then
 

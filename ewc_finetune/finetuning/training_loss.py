@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# The first figure is of one batch: so much of it, and so many nats beside, may lie in which batch that was.
-_SHARE, _NATS = 0.1, 0.05
+# The first loss is that of one batch, and may be off by which batch that was: by this share of it,
+_RELATIVE_SLACK = 0.1
+# and by so many nats beside.
+_ABSOLUTE_SLACK = 0.05
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,7 @@ class TrainingLoss:
 
     Attributes:
         began: At the first step, before it was taken.
-        ended: In the last quarter of the log.
+        ended: The mean training loss of the last quarter of the log.
         worse: Whether the end is worse by more than batches differ: a tenth and 0.05 nats.
     """
 
@@ -32,16 +34,16 @@ def training_loss(history: Sequence[Mapping[str, Any]]) -> TrainingLoss | None:
         return None
     last = losses[-max(1, len(losses) // 4) :]
     began, ended = losses[0], sum(last) / len(last)
-    return TrainingLoss(began, ended, ended - began > _SHARE * abs(began) + _NATS)
+    return TrainingLoss(began, ended, ended - began > _RELATIVE_SLACK * abs(began) + _ABSOLUTE_SLACK)
 
 
 def warning_of(loss: TrainingLoss, kept: int, last: int, held: bool) -> str:
     """Say that a run ended worse than it began, what became of it, and what to do.
 
     Args:
-        loss: Of the run.
+        loss: The training loss of the run.
         kept: The step of the state that it ends with.
-        last: Its last step.
+        last: The last step of the run.
         held: Whether a penalty had a part in it.
     """
     best = f"What is kept is the state of step {kept:,}, the best by its score"

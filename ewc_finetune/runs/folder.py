@@ -33,7 +33,7 @@ class RunFolder:
     `RunFolder.create` makes one, `RunFolder.reopen` goes on with one of a run that was stopped.
 
     Attributes:
-        path: Of the folder.
+        path: The run folder.
         last: Of the checkpoint after the last evaluation, while the run is under way.
         document: What `run.json` says.
     """
@@ -68,7 +68,7 @@ class RunFolder:
         """Make a folder; its parent must exist.
 
         Args:
-            path: Where.
+            path: The folder to make.
             overwrite: Whether a folder of an earlier run may be replaced.
             options: Everything that the run was told, by the names of the command line.
             command: The command line that says the same; None where none can.
@@ -231,7 +231,7 @@ class RunFolder:
 
         Args:
             keep_last: Whether to keep the last checkpoint, which is not what the run ends with.
-            results: What to record.
+            results: What came of the run, by the keys of `run.json`.
         """
         self.document.pop("trials", None)  # `found` has them now
         self.document.pop("writing", None)
@@ -288,9 +288,9 @@ def check_run_folder(path: Path, overwrite: bool, note: Callable[[str], None] = 
     What runs that were killed have left there is put in order first.
 
     Args:
-        path: Of the run folder.
+        path: The run folder.
         overwrite: Whether the folder of an earlier run may be replaced.
-        note: Told what was put in order.
+        note: Is told what was put in order.
 
     Raises:
         StorageError: saying what is there, or that there can be nothing of that name.

@@ -76,11 +76,11 @@ def say_idle(options: Any, idle: tuple[Idle, ...], facts: Mapping[str, Any], pro
     """Say which options do nothing, of those that are not as they are by default.
 
     Args:
-        options: Of a command.
-        idle: What there is to say of them.
+        options: The options of a command.
+        idle: When each option does nothing, and what there is to say of it then.
         facts: What else is to be known: whether samples are `read` one by one, and whether the model is `normalised` by
             any layer.
-        progress: Told.
+        progress: Is told which options do nothing.
     """
     defaults = {one.name: one.default for one in fields(options)}
     known = {**{name: getattr(options, name) for name in defaults}, **facts}

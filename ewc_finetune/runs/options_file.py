@@ -39,8 +39,8 @@ def to_toml(options: Mapping[str, Any], unsaid: Collection[str]) -> str:
     """Return these options as `--config` reads them; None has no place in TOML, and is left out.
 
     Args:
-        options: By their names on the command line.
-        unsaid: Those that no file may say.
+        options: The options, by their names on the command line.
+        unsaid: The names of the options that no file may say.
     """
     kept = {name: value for name, value in options.items() if value is not None and name not in unsaid}
     return tomli_w.dumps(kept)
@@ -50,9 +50,9 @@ def read_config(path: Path, known: Collection[str], also: Collection[str] = ()) 
     """Read options from a TOML file, a run folder, or its `run.json`.
 
     Args:
-        path: Of the file.
+        path: The file to read.
         known: The options that it may say, by their names on the command line.
-        also: Those that it may not.
+        also: The names of options that there are, and that it may not say.
 
     Raises:
         UsageError: for an option that there isn't, naming the nearest, or a value that none can have.

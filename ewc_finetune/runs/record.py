@@ -41,8 +41,8 @@ def recover_run(path: Path, note: Callable[[str], None]) -> None:
     """Put in order what runs that were killed have left of a run folder and in it.
 
     Args:
-        path: Of the run folder, which may not be there.
-        note: Told of it, if anything was found.
+        path: The run folder, which need not exist.
+        note: Is told of what was found, if there was anything.
     """
     real = Path(os.path.realpath(path))
     recover(real.parent, note)
@@ -192,7 +192,7 @@ _is_trial = _has(
     **{"lambda": _is_number},
 )
 
-# What each key must be where it is there, in code and in words.
+# What the value of each key must be, if there is one: as a predicate, and in words for the message.
 _DOCUMENT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "status": (_is_text, "a text"),
     "started": (_is_text, "a time"),

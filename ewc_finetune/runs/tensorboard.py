@@ -12,7 +12,7 @@ class TensorBoard:
     """Writes the lines of a run's log as events.
 
     Args:
-        folder: Where to.
+        folder: The folder to write to.
         step: So many are done already; what another process wrote of later ones is to be forgotten.
 
     Raises:

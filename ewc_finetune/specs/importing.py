@@ -128,7 +128,7 @@ def _own_folders() -> set[Path]:
     folders = {Path(entry).resolve() for entry in sys.path}
     python = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "scripts")]
     packages = {folder for folder in folders if {"site-packages", "dist-packages"} & set(folder.parts)}
-    # What was installed to be edited is elsewhere. Whoever works in its folder, or names it, has it for their own.
+    # A package in editable mode counts as installed, but for who works in its folder or names it in PYTHONPATH.
     linked = {
         (pth.parent / line.strip()).resolve()
         for folder in packages

@@ -6,7 +6,7 @@ import math
 
 from ewc_finetune.errors import UsageError
 
-# Of the values between the ends of a range; the shortest that is still near the even spacing.
+# The significant digits to which the values inside a range are rounded.
 _DIGITS = 4
 
 

@@ -14,9 +14,9 @@ from ewc_finetune.errors import OccupiedError, StorageError
 from ewc_finetune.storage import signals
 from ewc_finetune.storage.workspace import Workspace, check_kind, recover
 
-# Bytes of a file's name that file systems take, where they don't say.
+# The most bytes of a file's name, where the file system does not say.
 _NAME_MAX = 255
-# What is kept under another name is numbered up to here.
+# The last number that is tried for a file that must be kept under another name.
 _LAST_NUMBER = 99
 
 
@@ -168,11 +168,11 @@ def check_output(
     What commands that were killed have left there is put in order first.
 
     Args:
-        path: Where the output is to go.
+        path: The output that is to be written.
         overwrite: Whether an existing file may be replaced.
         inputs: Those among them that are paths are never replaced.
         folder: Whether the output is a model folder rather than a file.
-        note: Told what was put in order.
+        note: Is told what was put in order.
 
     Raises:
         StorageError: if `path` exists and `overwrite` is false, is an input, a folder or anything but a file, lies in

@@ -19,7 +19,7 @@ from ewc_finetune.errors import AnchorError, EwcError
 from ewc_finetune.storage.safetensors_source import Entry, TensorSource
 
 KEY = "ewc_checksums"
-# Where the checksum of the header stands among those of tensors, none of which can be called so.
+# The key of the header's checksum among those of the tensors; safetensors allows no tensor of this name.
 _HEADER = "__metadata__"
 
 
@@ -55,10 +55,10 @@ def read_checksums(
     """Return the checksums of the tensors of a file, whose header is compared with its own; None if it has none.
 
     Args:
-        metadata: Of the file.
+        metadata: The metadata of the file.
         entries: Type and shape of each tensor.
         where: The file, for messages.
-        error: What is raised.
+        error: The class of the error to raise.
 
     Raises:
         EwcError: of that kind, if the header is not the one that was written.
@@ -106,7 +106,7 @@ class CheckedSource(TensorSource):
     """Tensors that are compared with their checksums when they are first read, where there are any.
 
     Args:
-        source: Where they are.
+        source: The file that the tensors are in.
 
     Raises:
         AnchorError: if the header is not the one that was written.
@@ -122,7 +122,7 @@ class CheckedSource(TensorSource):
         """See `TensorSource`.
 
         Raises:
-            AnchorError: likewise, or if the tensor is not the one that was written.
+            AnchorError: if the tensor cannot be read, or is not the one that was written.
         """
         tensor = self._source.read(name)
         if name in self._left:

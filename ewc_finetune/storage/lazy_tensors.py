@@ -24,8 +24,8 @@ class TensorFile(Mapping[str, Tensor]):
     Each is read when it is asked for, and again when it is asked for again: nothing is kept.
 
     Args:
-        source: Where they are.
-        prefix: What their names begin with.
+        source: The file that the tensors are in.
+        prefix: The prefix of their names in the file.
         use: Called with the name and every tensor that is read; returns what is to be used of it, or raises.
         left_out: Rests of names that are not among them.
     """
@@ -85,8 +85,8 @@ def write_tensors(temporary: Path, path: Path, tensors: Mapping[str, Tensor], me
     """Write a safetensors file, of which the same content gives the same bytes.
 
     Args:
-        temporary: Where it is written.
-        path: What it is to be renamed to, for messages.
+        temporary: The file to write.
+        path: The file that it will be renamed to, for messages.
         tensors: On any device; those that share memory are written under each of their names.
         metadata: Texts by name.
 

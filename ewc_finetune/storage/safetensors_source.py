@@ -26,9 +26,9 @@ _BITS = {
     **dict.fromkeys(("I32", "U32", "F32"), 32),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
-# Torch computes with no more.
+# The most dimensions that torch computes with.
 _MOST_DIMENSIONS = 64
-# What no header of a safetensors file exceeds: the library reads none beyond it either.
+# The most bytes of a safetensors header; the library reads no longer one either.
 LARGEST_HEADER = 100 << 20
 
 
@@ -37,9 +37,9 @@ class Entry(NamedTuple):
 
     Attributes:
         kind: Its dtype, as the header has it: `F32`, `BF16`.
-        shape: Of the tensor.
+        shape: The shape of the tensor.
         start: Where its bytes begin, counted from the end of the header.
-        end: Where they end.
+        end: Where its bytes end.
     """
 
     kind: str
@@ -53,10 +53,10 @@ class Header:
     """The header of a safetensors file.
 
     Attributes:
-        metadata: Its texts.
-        entries: Of each tensor, in the order of their bytes.
+        metadata: The metadata of the file, texts by name.
+        entries: An entry for each tensor, in the order of their bytes.
         length: Its own bytes, with the eight that say how many there are; the tensors' begin behind them.
-        data: Bytes of all tensors.
+        data: The bytes of all tensors.
     """
 
     metadata: dict[str, str]
@@ -69,10 +69,10 @@ class TensorSource(ABC):
     """Tensors by name, each read when it is asked for.
 
     Attributes:
-        label: What to call it in messages.
+        label: The name to use in messages.
         metadata: Texts by name.
         entries: What is known of each tensor without reading it.
-        size: Bytes in all.
+        size: The size of the file in bytes.
         header: That of the one file that they are or could be.
     """
 
@@ -128,7 +128,7 @@ class FileSource(LocalSource):
 
     Args:
         path: The file.
-        label: What to call it; its path unless given.
+        label: The name to use in messages; the path unless given.
 
     Raises:
         AnchorError: if it is no whole safetensors file, or cannot be read.

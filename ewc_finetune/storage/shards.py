@@ -26,7 +26,7 @@ from ewc_finetune.storage.safetensors_source import (
 )
 
 INDEX = ".safetensors.index.json"
-# What the metadata of a part say it is.
+# The format that the metadata of a part name.
 PART = "ewc-anchor-part"
 _TOTAL = "total_size"
 

@@ -35,7 +35,7 @@ class Workspace:
         folder: The other one, where what is made will be.
 
     Attributes:
-        path: Of the hidden folder.
+        path: The hidden folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -145,8 +145,8 @@ def recover(folder: Path, note: Callable[[str], None]) -> None:
     """Put in order what commands that were killed have left in a folder.
 
     Args:
-        folder: In which their outputs are, or were to be.
-        note: Told of it, if anything was found.
+        folder: The folder that their outputs are in, or were to be in.
+        note: Is told of what was found, if there was anything.
     """
     removed = 0
     restored: list[Path] = []

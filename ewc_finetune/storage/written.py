@@ -15,7 +15,7 @@ def changed_since_written(path: Path, digest: str | None) -> tuple[str, ...]:
 
     Args:
         path: The file; beside it may lie the run's folder.
-        digest: Of the file as it is now.
+        digest: The digest of the file as it is now.
     """
     record = beside(path, ".run") / "run.json"
     try:

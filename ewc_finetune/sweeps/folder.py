@@ -32,7 +32,7 @@ class SweepFolder:
     """One sweep's folder.
 
     Attributes:
-        path: Where it is.
+        path: The folder.
         points: The runs that are asked for; others may be there from an earlier call.
         new: The new domain.
         old: The other domains that are scored.

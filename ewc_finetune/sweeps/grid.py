@@ -28,11 +28,11 @@ class Point:
 
     Attributes:
         name: Of its checkpoint and run folder, without ending.
-        stack: What its anchors are called.
-        anchors: What it is held by, oldest first.
+        stack: The name of its stack of anchors.
+        anchors: The anchors that hold the run, oldest first.
         strength: Lambda, the same for all of them; 0 is plain fine-tuning.
-        form: Of the penalty.
-        seed: Of the run.
+        form: The form of the penalty.
+        seed: The seed of the run.
     """
 
     name: str
@@ -109,7 +109,7 @@ def as_stacks(anchors: Any, progress: Progress) -> list[Stack]:
 
     Args:
         anchors: An anchor, or several stacks, each an anchor or a sequence of them.
-        progress: Told what a reader should know of those.
+        progress: Is told what a reader should know of these anchors.
 
     Raises:
         UsageError: if there is none, or two would have the same name.

@@ -113,7 +113,7 @@ class SweepOptions(Computing, Adapting, Schedule, Grid, Starting, Told):
         """Return the options of one of its runs.
 
         Args:
-            own: Those that the runs of a sweep differ in.
+            own: The options in which this run differs from the others.
         """
         parts = (Told, Starting, Schedule, Adapting, Computing)
         shared = {one.name: getattr(self, one.name) for part in parts for one in fields(part)}

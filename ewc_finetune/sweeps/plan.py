@@ -43,10 +43,11 @@ class SweepPlan:
     """What a sweep will do.
 
     Attributes:
-        options: As they were asked for, with what is on the Hub at the commit that it is now.
-        points: Its runs.
+        options: The options that the command was given, with addresses on the Hub pinned to the commit that they name
+            now.
+        points: The runs that the sweep consists of.
         looks: What a run of each stack and form will need, by both.
-        folder: Where they go.
+        folder: The folder that the runs are written to.
         ending: How their checkpoints end.
     """
 
@@ -76,7 +77,7 @@ def plan(options: SweepOptions) -> SweepPlan:
     """Check everything that a sweep takes, and try a little of a run of each kind.
 
     Args:
-        options: What is asked for.
+        options: The options that the command was given.
 
     Raises:
         EwcError: naming what is wrong with an option, an anchor, the data or the folder.
@@ -210,7 +211,7 @@ def _differing(swept: SweepPlan, run: Run, point: Point | None) -> list[str]:
     """
     options, like = swept.options, point or swept.points[0]
     others, plain, fixed = point is None, like.strength == 0, options.model is not None
-    # Of fresh weights each seed has its own.
+    # Fresh weights differ from seed to seed.
     fresh = isinstance(options.model, (str, Path)) and not is_there(options.model)
     finished = run.document["status"] == "finished"
     ignored = {*SOUND, "tolerance", "output"} | (_VARIED if others else set())

@@ -28,9 +28,9 @@ class Sweep:
     """What a sweep found.
 
     Attributes:
-        folder: Where its runs are.
-        tradeoff: What came of them.
-        document: The same in values that JSON has.
+        folder: The folder with the runs.
+        tradeoff: What the runs kept and learned, and the frontier that they make.
+        document: The trade-off as a JSON document.
     """
 
     folder: Path

@@ -40,8 +40,8 @@ class Job:
     """One fine-tune.
 
     Attributes:
-        name: What to call it.
-        options: Of it.
+        name: The name of this one in messages.
+        options: The options of that fine-tune.
     """
 
     name: str
@@ -61,7 +61,7 @@ def run_jobs(
     """Make fine-tunes, and yield each as it ends; one that fails does not end the others.
 
     Args:
-        jobs: What to make, in this order.
+        jobs: The fine-tunes to make, in this order.
         finetune: Makes one in this process.
         at_once: How many at a time; more than one run as commands of their own, which share this one's threads.
         started: Called with the name of each as it begins; what it returns is told how that goes, in this process.
