@@ -144,10 +144,15 @@ def _check_transform(transform: Transform, address: Address) -> None:
         raise UsageError(f"{address}: interpolation= is for size= or resize=, and there is neither")
 
 
-def _split(text: str) -> str:
-    if text not in SPLITS:
-        raise ValueError
-    return text
+def _one_of(*words: str) -> Callable[[str], str]:
+    """Return a reader that takes these words alone."""
+
+    def read(text: str) -> str:
+        if text not in words:
+            raise ValueError
+        return text
+
+    return read
 
 
 def _classes(text: str) -> tuple[range, ...]:
@@ -195,24 +200,6 @@ def _std(text: str) -> tuple[float, ...]:
     return found
 
 
-def _interpolation(text: str) -> str:
-    if text not in INTERPOLATIONS:
-        raise ValueError
-    return text
-
-
-def _channels(text: str) -> int:
-    if text not in ("1", "3"):
-        raise ValueError
-    return int(text)
-
-
-def _yes(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise ValueError
-    return text == "1"
-
-
 def _degrees(text: str) -> float:
     if not math.isfinite(float(text)):
         raise ValueError
@@ -220,17 +207,17 @@ def _degrees(text: str) -> float:
 
 
 _READERS: dict[str, tuple[Callable[[str], object], str]] = {
-    "split": (_split, "train or test"),
+    "split": (_one_of(*SPLITS), "train or test"),
     "classes": (_classes, "labels such as 0-4 or 0,2,7-9"),
     "first": (_positive, "a number of samples, at least 1"),
     "limit": (_positive, "a number of samples, at least 1"),
     "size": (_size, "pixels such as 28 or 224x320 (height x width)"),
     "resize": (_positive, "pixels of the shorter side such as 256; size=224x320 makes images of this height and width"),
     "crop": (_size, "pixels such as 224 or 224x320 (height x width)"),
-    "interpolation": (_interpolation, ", ".join(INTERPOLATIONS)),
+    "interpolation": (_one_of(*INTERPOLATIONS), ", ".join(INTERPOLATIONS)),
     "mean": (_mean, "imagenet, one number such as 0.5, or three (red,green,blue), of pixels from 0 to 1"),
     "std": (_std, "imagenet, one number above 0 such as 0.5, or three (red,green,blue)"),
-    "channels": (_channels, "1 (grey) or 3 (colour)"),
+    "channels": (lambda text: int(_one_of("1", "3")(text)), "1 (grey) or 3 (colour)"),
     "rotate": (_degrees, "degrees such as 30 or -12.5"),
     "offset": (_whole, "a whole number from 0"),
     "active": (_classes, "outputs such as 0-4 or 0,2,7-9"),
@@ -248,6 +235,6 @@ _OWN: dict[str, tuple[Callable[[str], object], str]] = {
     "pack": (_positive, "a number of tokens, at least 1"),
     "config": (str, "the name of a configuration"),
     "revision": (str, "the name of a revision"),
-    "stream": (_yes, "1 or 0"),
+    "stream": (lambda text: _one_of("0", "1")(text) == "1", "1 or 0"),
     "seed": (_whole, "a seed, a whole number from 0"),
 }
