@@ -32,6 +32,9 @@ class Progress(Protocol):
 class Silent:
     """Says nothing."""
 
+    def __repr__(self) -> str:
+        return "Silent()"
+
     def note(self, message: str) -> None:
         """Drop the message."""
 

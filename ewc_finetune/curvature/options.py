@@ -158,42 +158,29 @@ class Estimating:
 class ConsolidateOptions(Computing, Estimating, Storing, Consolidating, Told):
     """What `consolidate` is asked for; where to compute is said in `Computing`.
 
+    Each option has its help where it is declared; `Attributes` says what there is to know beside that.
+
     Attributes:
         model: A module, a checkpoint file or model folder, or `hf:org/name`.
         data: The data it was trained on: a data spec (its train split unless it says), dataset or loader. It needs no
             labels, but for the `empirical` and `batched` estimators.
-        architecture: What to build for a checkpoint that doesn't carry it; recorded in the anchor.
         output: File to save the anchor to; not saved unless given.
-        overwrite: Whether an existing file may be replaced.
-        curvature: `diagonal` is the Fisher's; `kfac` takes Kronecker-factored blocks for the weights of linear maps and
-            convolutions, and the diagonal for the rest; `identity` counts every parameter alike (plain L2): the data
-            then only shows how samples go into the model.
         kfac_form: What `kfac` does with several positions of a sample (tokens, pixels): `expand` takes each for a
             sample of its own, `reduce` puts them together first.
         kfac_rank: Keep the leading eigenvectors of each factor that hold this share of its trace (below 1), or so many,
             and the mean for all others. `auto` is 0.99, `full` keeps the factors whole; so does a share that takes half
             of the eigenvectors or more, for which the factor itself is smaller.
-        kfac_dtype: In which the kept eigenvectors are stored.
         curvature_dtype: In which the diagonal is stored; in half precision with a scale to each tensor, and what that
             costs is recorded (`half_precision.Storage`).
         anchor_weights: `reference` leaves the weights out that a model on the Hub has as they are, at its commit, in
             safetensors: whoever uses the anchor fetches them from there, by their digest.
-        name: What to call the domain; unless given the kind of data, or the file or folder that it is in.
-        estimator: Whose labels the Fisher uses; `exact` is the expectation over the model's own predictions, `sampled`
-            draws from them. `auto` is exact for up to 32 outputs and sampled beyond.
-        draws: How many labels `sampled` draws for each sample.
         samples: Use a random subset of so many (the first so many of a loader's); all unless given. `auto` goes on, in
             random order, until the standard error of the trace is `rtol` of it, and for 200 samples at least.
-        rtol: See `samples`.
-        rules: Whether to use layer rules, which are fast; without them each parameter takes the fallback.
-        batch_size: Samples at once; matters to the result for `batched` alone.
         likelihood: How outputs become log p(y | x); unless given the one that `finetune` trained the checkpoint with,
             else what the model's task takes (per-token for language models of transformers, bernoulli for several
             labels), else categorical.
-        exclude: Patterns (`head.*`) of parameters to leave free.
         probe: Keep so many inputs as they are in the anchor, with the model's answers to them, by which `finetune` says
             what is kept of them while it trains. Whoever has the anchor has them; none unless given.
-        seed: Of the subset, of the labels of `sampled` and of the inputs that are kept.
         lineage: Anchors that a module was already trained under (`Finetuned.lineage`); a file carries its own.
         head: Of a module that was given a new last layer (`Finetuned.head`); likewise.
     """

@@ -89,13 +89,6 @@ class Transform:
             return ""
         return f"normalised by mean {_numbers(self.mean)} and std {_numbers(self.std)}"
 
-    def as_options(self) -> str:
-        """Return the data options that say the numbers."""
-        mean, std = self.mean or (0.0,), self.std or (1.0,)
-        if (mean, std) == (IMAGENET_MEAN, IMAGENET_STD):
-            return "mean=imagenet&std=imagenet"
-        return f"mean={_numbers(mean, ',')}&std={_numbers(std, ',')}"
-
     def to_json(self) -> dict[str, Any]:
         """Return what is said, as JSON has it."""
         found = {name: getattr(self, name) for name in _CHECKS}
@@ -168,5 +161,5 @@ def _pixels(size: tuple[int, int]) -> str:
     return f"{size[0]} x {size[1]}"
 
 
-def _numbers(values: tuple[float, ...], between: str = ", ") -> str:
-    return between.join(f"{value:g}" for value in values)
+def _numbers(values: tuple[float, ...]) -> str:
+    return ", ".join(f"{value:g}" for value in values)

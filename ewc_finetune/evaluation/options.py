@@ -46,12 +46,11 @@ class Scoring:
 class EvaluateOptions(Computing, Scoring, Told):
     """What `evaluate` is asked for; where to compute is said in `Computing`.
 
+    Each option has its help where it is declared; `Attributes` says what there is to know beside that.
+
     Attributes:
         model: A module (left as it was), a checkpoint file or model folder, `hf:org/name`, or an anchor file.
         data: A data spec, dataset or loader; or a list of specs or datasets; or a dict of such, by name. Specs mean
             their test split unless they say.
-        architecture: What to build for a checkpoint that doesn't carry it.
         likelihood: How outputs become log p(y | x); unless given as in `consolidate`, and of an anchor its own.
-        head: An anchor whose last layer takes the place of the model's, where that was fine-tuned with a new one.
-        batch_size: Samples at once.
     """

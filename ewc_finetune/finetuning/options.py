@@ -158,27 +158,20 @@ class Adapting:
 class FinetuneOptions(Computing, Adapting, Schedule, Held, Starting, Told):
     """What `finetune` is asked for; where to compute is said in `Computing`.
 
+    Each option has its help where it is declared; `Attributes` says what there is to know beside that.
+
     Attributes:
         data: The new domain: a data spec (its train split unless it says), dataset or loader.
         model: A module (trained in place, left in eval mode without gradients), a checkpoint file or model folder,
             `hf:org/name`, `hf://org/name/file`, or an architecture such as `mlp` (fresh weights). None starts from the
             weights of the last anchor.
-        architecture: What to build for a checkpoint that doesn't carry it.
         anchors: Anchors, their files, or their addresses on the Hub (`hf://org/name`), oldest first.
         lambdas: Strength of the penalty, one for all or one for each anchor; unless given 10 for those of K-FAC and 100
             for others. `auto` looks for the largest that costs the new domain no more than `tolerance`, in five runs of
             half as many epochs, on samples that are held out of it; see `search_lambda`.
-        tolerance: Of `auto`: the share of the plain run's accuracy that may be lost.
-        penalty_form: `gradient` adds the penalty's gradient to the loss's; `proximal` takes the exact implicit step of
-            the penalty after each of the optimizer's, which is stable at any lambda.
-        lineage: What an anchor pulls to that had a part in a later one: `all` to its own weights, `latest` to the later
-            one's, so that it doesn't count twice.
         head: Whose the outputs are: `shared` by all domains; `new` replaces the last layer by a fresh one for the new
             domain's classes (the old one stays in the anchor, see `evaluate`); `expand` adds outputs for labels that
             the model has none for, and holds the old ones.
-        freeze: Patterns (`features.*`) of parameters that this run does not train.
-        likelihood: How outputs become the loss, -log p(y | x); the anchors' unless given, without any as in
-            `consolidate`.
         eval_on: Domains to score before training and at each evaluation, a list of specs or datasets or a dict of such
             by name (specs mean their test split unless they say); the test split of `data` unless given, where it has
             one.
@@ -189,13 +182,10 @@ class FinetuneOptions(Computing, Adapting, Schedule, Held, Starting, Told):
             `auto` looks for the smallest lambda that keeps it, in up to seven short runs, and goes no further if none
             does. A run that has less of them, and no more for three evaluations, is stopped; one that ends with less
             is refused.
-        tensorboard: Whether to write the log for TensorBoard too, into the run folder.
         output: Checkpoint to write, in the format of the one that the run starts from (fresh weights and modules
             as a state dict); beside it goes the run folder, of the same name with `.run`.
-        overwrite: Whether these may be replaced.
         resume: Folder of a run that was stopped, to go on with; everything else as it was then, but for options that
             only say how or how long.
-        seed: Of fresh weights, the order of samples, and dropout.
 
     Raises:
         UsageError: if an option of training has a value that it cannot have.

@@ -30,12 +30,11 @@ _LEAST_LINES = 20
 class Schedule:
     """How to train.
 
+    Each option has its help where it is declared; `Attributes` says what there is to know beside that.
+
     Attributes:
         epochs: Walks through the data; 0 trains nothing.
-        lr: Learning rate.
-        batch_size: Samples at once.
         optimizer: `sgd` (with `momentum`), `adam` or `adamw`; otherwise torch's defaults.
-        momentum: Of `sgd` alone.
         weight_decay: The optimizer's, on every trained parameter; 0 unless given, for `adamw` 0.01 as in torch.
         accumulate: Batches to a step. Every sample counts alike, so n batches are as one that is n times as large, but
             for normalisation statistics that follow the new data.
@@ -45,14 +44,10 @@ class Schedule:
             (`cosine`) that would reach 0 one step after the last.
         amp: Compute in half precision where that is safe (`torch.autocast`): `bf16`, or `fp16` with its gradients
             scaled. Weights stay in float32, and so do scores.
-        compile: Whether to train through `torch.compile`.
         label_smoothing: What share of each label is spread evenly over all classes in training (Szegedy et al. 2016,
             equation 2), 0 to 1; cross-entropy alone. Scores are of the labels as they are.
         norm_stats: Whether normalisation statistics stay as they are (`frozen`) or follow the new data (`update`);
             unless given frozen, but update for fresh weights, whose statistics nothing has filled yet.
-        workers: Processes that read samples ahead; of no use for data that is in memory.
-        eval_every: Steps from one evaluation to the next; one after each epoch unless given. The last step has one.
-        patience: Stop after so many evaluations that were no better than the best.
         keep: Which state is written at the end: the `last`, or the `best` of all evaluations, that before the first
             step included; the last unless given, and the best where there is `patience`.
         log_every: Steps between two lines of the log; the first step has one too. Unless given 50, and fewer in a run

@@ -60,6 +60,8 @@ class Summing:
 class MergeOptions(Storing, Summing, Told):
     """What `merge` is asked for.
 
+    Each option has its help where it is declared; `Attributes` says what there is to know beside that.
+
     Attributes:
         anchors: Anchors or their files, oldest first; a merged one is an anchor like any other.
         output: File to save the anchor to; not saved unless given.
@@ -73,14 +75,9 @@ class MergeOptions(Storing, Summing, Told):
         kfac_sum: The block for a sum of blocks: that of weighted sums of the `factors`, which keeps the trace, or the
             `nearest` by the Frobenius norm, which may let a small anchor go (see `kronecker_sum.sum_of`).
         kfac_rank: What is kept of its factors, as in `consolidate`, whatever was kept of the parents'.
-        kfac_dtype: Likewise, in which precision.
-        curvature_dtype: In which the diagonal is stored, as in `consolidate`, whatever the parents' is.
         probes: Whether to keep the parents' probes, the samples of data in them; those of a parent with another last
             layer than the newest are left out anyway.
-        name: What to call it; the parents' names joined by `+` unless given.
         checkpoint: File to write the centre to as a model, in the format of the newest parent's checkpoint.
-        architecture: What to build for that model; what the newest parent carries unless given.
-        overwrite: Whether existing files may be replaced.
     """
 
     probes: bool = option(

@@ -10,6 +10,7 @@ import functools
 import inspect
 import math
 import numbers
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -143,6 +144,8 @@ def check_declared(options: Any, only: Any = None) -> None:
 def takes(options: Callable[P, OptionsT]) -> Callable[[Callable[[OptionsT], Result]], Callable[P, Result]]:
     """Have a function of a command's options be called with the options themselves, as its dataclass is made.
 
+    Its signature and its documentation list the options, with the help that the command line has for each.
+
     Args:
         options: The dataclass.
 
@@ -156,11 +159,21 @@ def takes(options: Callable[P, OptionsT]) -> Callable[[Callable[[OptionsT], Resu
             check_keywords(called, keywords)
             return function(options(*arguments, **keywords))
 
+        called.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\nOptions:\n{_listed(options)}"
         shown = inspect.signature(options).replace(return_annotation=inspect.signature(function).return_annotation)
         setattr(called, "__signature__", shown)  # noqa: B010 - mypy knows no such attribute
         return called
 
     return taking
+
+
+def _listed(options: Any) -> str:
+    """Return the help of each option, in paragraphs indented as docstrings are."""
+    return "\n".join(
+        textwrap.fill(f"{one.name}: {known.help}", 116, initial_indent=" " * 4, subsequent_indent=" " * 8)
+        for one, known in declared(options)
+        if known.help is not None
+    )
 
 
 def check_keywords(function: Callable[..., object], given: Mapping[str, object]) -> None:

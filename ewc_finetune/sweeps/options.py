@@ -78,17 +78,14 @@ class Grid:
 class SweepOptions(Computing, Adapting, Schedule, Grid, Starting, Told):
     """What `sweep` is asked for.
 
+    Each option has its help where it is declared; `Attributes` says what there is to know beside that.
+
     Attributes:
         anchors: The stacks to try: each an anchor, or a sequence of anchors that pull together, oldest first.
-        lambdas: Strengths to try, each for all anchors of a stack.
-        penalty_forms: Forms of the penalty to try.
         seeds: Each point is tried with all of them, and is their mean.
-        plain: Whether to make a run without penalty too, for each seed.
         jobs: How many runs at a time. More than one are commands of their own, which share this one's threads, and need
             model, data and anchors that have names: files, specs, addresses.
         discard: Whether to remove the checkpoints in the end, but for those of the knee and of the best mean.
-        output: The folder of the sweep.
-        overwrite: Whether runs in it that were made with other options may be replaced.
 
     The others are those of `FinetuneOptions`, and of its runs. `eval_on` names an old domain and the new one, unless
     the anchors have probes; of data without a spec the new one is that of the same name, else the last.
