@@ -55,10 +55,10 @@ def _take(context: click.Context, path: Path, of_run: Callable[[MutableMapping[s
     never = {*params, *OLD_WORDS, "help", "resume"} - {*options}
     known: dict[str, Any] = {}
     try:
-        found = read_config(path, options, never)
+        said = read_config(path, options, never)
         if of_run is not None and (path.is_dir() or path.name == "run.json"):
-            of_run(found)
-        for name, value in found.items():
+            of_run(said)
+        for name, value in said.items():
             known[options[name].name or name] = _value(options[name], value, f"{path}: {name}")
     except EwcError as error:
         click.echo(f"Error: {printable(error)}", err=True)

@@ -66,7 +66,7 @@ def finetune(model: str | None, data: str, output: str | None, dry_run: bool, pr
             "training_loss": None if done.training_loss is None else vars(done.training_loss),
             "norm_stats": done.norm_stats,
             "lambda_search": None if done.search is None else done.search.to_json(),
-            "retention": [vars(found) for found in done.retention],
+            "retention": [vars(kept) for kept in done.retention],
             "before": [vars(score) for score in done.before],
             "after": [vars(score) for score in done.after],
         }

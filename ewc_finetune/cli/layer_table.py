@@ -37,10 +37,10 @@ def layer_table(printer: Printer, origin: Provenance) -> None:
 
 def by_block(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Put the layers of each block together, and return the blocks, the one with the largest share first."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    members: dict[str, list[Mapping[str, Any]]] = {}
     for layer in layers:
-        found.setdefault(block_of(layer["layer"]), []).append(layer)
-    blocks = [_together(name, parts) for name, parts in found.items()]
+        members.setdefault(block_of(layer["layer"]), []).append(layer)
+    blocks = [_together(name, parts) for name, parts in members.items()]
     return sorted(blocks, key=lambda block: -float(block["share"]))
 
 

@@ -178,16 +178,16 @@ def cost(todo: ConsolidationPlan) -> Estimate:
         EwcError: if model and data do not suit each other.
     """
     options = todo.options
-    with _ready(todo) as found:
-        _probes(todo, found)
+    with _ready(todo) as matched:
+        _probes(todo, matched)
 
         def take(batches: Iterable[Batch]) -> object:
-            return _fisher(todo, found, feed(batches, found.bound.layout, todo.opened.model, todo.device))
+            return _fisher(todo, matched, feed(batches, matched.bound.layout, todo.opened.model, todo.device))
 
-        tried = None if options.curvature == "identity" else found.chosen
-        size = None if options.samples == "auto" else _count(found.chosen, todo.limit)
+        tried = None if options.curvature == "identity" else matched.chosen
+        size = None if options.samples == "auto" else _count(matched.chosen, todo.limit)
         place = None if options.output is None else Path(options.output)
-        return estimate_consolidation(take, tried, options.batch_size, size, found.prepared, todo.device, place)
+        return estimate_consolidation(take, tried, options.batch_size, size, matched.prepared, todo.device, place)
 
 
 def _fisher(todo: ConsolidationPlan, found: _Pass, batches: Iterable[Any], **more: Any) -> Fisher:
@@ -218,16 +218,16 @@ def run(todo: ConsolidationPlan) -> Anchor:
     fingerprint = Fingerprint()
     with _ready(todo) as ready:
         probes = _probes(todo, ready)
-        found = _measured(todo, ready, fingerprint)
-        progress.note(found.path)
-        accuracy = found.scores.get("accuracy")
-        warn_at_chance(ready.bound, opened, accuracy, found.samples, progress, own=True)
+        fisher_pass = _measured(todo, ready, fingerprint)
+        progress.note(fisher_pass.path)
+        accuracy = fisher_pass.scores.get("accuracy")
+        warn_at_chance(ready.bound, opened, accuracy, fisher_pass.samples, progress, own=True)
         fisher, storage = rounded(
-            {n: value.float().cpu() for n, value in found.values.items()}, options.curvature_dtype
+            {n: value.float().cpu() for n, value in fisher_pass.values.items()}, options.curvature_dtype
         )
-        blocks = {block.layer: block.stored(options.kfac_rank, options.kfac_dtype) for block in found.blocks}
+        blocks = {block.layer: block.stored(options.kfac_rank, options.kfac_dtype) for block in fisher_pass.blocks}
         provenance = replace(
-            _provenance(todo, ready, found, fingerprint),
+            _provenance(todo, ready, fisher_pass, fingerprint),
             importance=[asdict(layer) for layer in importance_by_layer(fisher, blocks.values(), ready.parameters)],
             curvature_storage=None if storage is None else storage.to_json(),
             weights_reference=todo.reference,
@@ -307,13 +307,13 @@ def _probes(todo: ConsolidationPlan, ready: _Pass) -> tuple[Probe, ...]:
     n, domain, progress = todo.options.probe, ready.bound.domain, todo.options.progress
     if n == 0:
         return ()
-    found = take_probe(todo.opened.model, ready.bound, n, todo.options.seed, todo.device)
-    if found.samples < n:
+    probe = take_probe(todo.opened.model, ready.bound, n, todo.options.seed, todo.device)
+    if probe.samples < n:
         progress.note(
-            f"{domain.name} has {found.samples:,} samples, and all are kept: fewer than the {n:,} of the probe"
+            f"{domain.name} has {probe.samples:,} samples, and all are kept: fewer than the {n:,} of the probe"
         )
-    progress.note(f"the anchor holds {describe(found.record, found.bytes)}: whoever has the anchor has them")
-    return (found,)
+    progress.note(f"the anchor holds {describe(probe.record, probe.bytes)}: whoever has the anchor has them")
+    return (probe,)
 
 
 def _name_of(domain: Domain) -> str:

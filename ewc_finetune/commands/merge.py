@@ -210,10 +210,10 @@ def _written(todo: MergePlan, merged: Anchor) -> Anchor:
 
 
 def _strengths(lambdas: float | Sequence[float], anchors: int) -> list[float]:
-    found = spread_lambdas(lambdas, anchors)
-    if not any(found):
+    strengths = spread_lambdas(lambdas, anchors)
+    if not any(strengths):
         raise UsageError("every lambda is 0, so nothing would be left")
-    return found
+    return strengths
 
 
 def _check_form(online: bool, gamma: float, lineage: Lineage) -> None:
@@ -247,7 +247,7 @@ def _model(
         {name: t.to(newest[name].dtype) if name in newest else t for name, t in part.items()}
         for part in (merged.weights, merged.buffers)
     )
-    found = FromAnchor(replace(merged, weights=weights, buffers=buffers))
-    check_ending(path, found.format, found.ending)
-    opened = open_checkpoint(found, architecture)
-    return found, opened.model, replace(opened.record, lineage=lineage_of(parents, lambdas))
+    checkpoint = FromAnchor(replace(merged, weights=weights, buffers=buffers))
+    check_ending(path, checkpoint.format, checkpoint.ending)
+    opened = open_checkpoint(checkpoint, architecture)
+    return checkpoint, opened.model, replace(opened.record, lineage=lineage_of(parents, lambdas))

@@ -38,7 +38,7 @@ def describe_draw(n: int, size: int, labels: Tensor | None, drawn: Tensor) -> st
     """Say what `draw_evenly` drew, for people."""
     how = "at random"
     if labels is not None and are_classes(labels):
-        classes, found = len(set(labels.tolist())), len(set(labels[drawn].tolist()))
-        missed = f", of which {classes - found:,} get none" if found < classes else ""
+        classes, drawn_classes = len(set(labels.tolist())), len(set(labels[drawn].tolist()))
+        missed = f", of which {classes - drawn_classes:,} get none" if drawn_classes < classes else ""
         how = f"evenly from {classes:,} classes{missed}"
     return f"limit={n} draws {n:,} of {size:,} samples {how}, always the same; first={n} takes the first"

@@ -95,8 +95,8 @@ def of_rows(rows: Any, name: str, options: Options, split: Split | None = None) 
             raise UsageError(f"{name}: a stream is of texts, with one target at most; name the column with text=")
         if options.labels is not None:
             raise UsageError(f"{name}: the labels of a stream are not known beforehand; leave stream=1 or labels= out")
-        found = TextStream(rows, text, targets[0] if targets else None, length=options.length)
-        return Domain(name, found, classes, split=split)
+        stream = TextStream(rows, text, targets[0] if targets else None, length=options.length)
+        return Domain(name, stream, classes, split=split)
     columns_of_targets = [rows[column] for column in targets]
     if options.labels is not None and classes is not None:
         columns_of_targets = [_by_name(columns_of_targets[0], classes, f"{name}: {targets[0]}")]
@@ -142,7 +142,7 @@ def _load(address: Address, place: str, options: Options) -> Mapping[str, Any]:
     shown = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
-        found: Mapping[str, Any] = datasets.load_dataset(*arguments, **settings)
+        dataset: Mapping[str, Any] = datasets.load_dataset(*arguments, **settings)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
         raise DataError(
@@ -152,7 +152,7 @@ def _load(address: Address, place: str, options: Options) -> Mapping[str, Any]:
     finally:
         if shown:
             datasets.enable_progress_bars()
-    return found
+    return dataset
 
 
 def _class_names(rows: Any, targets: Sequence[str]) -> tuple[str, ...] | None:

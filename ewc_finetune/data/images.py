@@ -46,9 +46,9 @@ class ImageFiles(Dataset[Any]):
 
     def with_options(self, options: Options) -> ImageFiles:
         """Return the same images with other things done to each."""
-        found = ImageFiles(self.files, options)
-        found.alike = self.alike
-        return found
+        images = ImageFiles(self.files, options)
+        images.alike = self.alike
+        return images
 
     def __getitem__(self, index: int) -> Tensor | tuple[Tensor, int]:
         from PIL import Image, UnidentifiedImageError

@@ -183,10 +183,10 @@ def _size(text: str) -> tuple[int, int]:
 
 
 def _numbers(text: str, imagenet: tuple[float, ...]) -> tuple[float, ...]:
-    found = imagenet if text == "imagenet" else tuple(map(float, text.split(",")))
-    if len(found) not in (1, 3) or not all(math.isfinite(number) and abs(number) < 1e30 for number in found):
+    numbers = imagenet if text == "imagenet" else tuple(map(float, text.split(",")))
+    if len(numbers) not in (1, 3) or not all(math.isfinite(number) and abs(number) < 1e30 for number in numbers):
         raise ValueError
-    return found
+    return numbers
 
 
 def _mean(text: str) -> tuple[float, ...]:
@@ -194,10 +194,10 @@ def _mean(text: str) -> tuple[float, ...]:
 
 
 def _std(text: str) -> tuple[float, ...]:
-    found = _numbers(text, IMAGENET_STD)
-    if min(found) < 1e-30:
+    deviations = _numbers(text, IMAGENET_STD)
+    if min(deviations) < 1e-30:
         raise ValueError
-    return found
+    return deviations
 
 
 def _degrees(text: str) -> float:

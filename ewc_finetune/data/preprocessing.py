@@ -117,17 +117,17 @@ class _Ids(torch.utils.data.Dataset[list[int]]):
 
 
 def _encode(tokenizer: Any, texts: Sequence[str], length: int) -> list[list[int]]:
-    found: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=length)["input_ids"]
-    return found
+    ids: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=length)["input_ids"]
+    return ids
 
 
 def _filler(tokenizer: Any, model: Any) -> int:
     """Return the token that fills up shorter texts; classifiers find the last token of a text by what it is not."""
     known = (getattr(model.config, "pad_token_id", None), tokenizer.pad_token_id, tokenizer.eos_token_id)
-    found = next((int(token) for token in known if token is not None), 0)
+    filler = next((int(token) for token in known if token is not None), 0)
     if known[0] is None:
-        model.config.pad_token_id = found
-    return found
+        model.config.pad_token_id = filler
+    return filler
 
 
 def _padded(filler: int, ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -205,14 +205,14 @@ def _generate(model: nn.Module, tokenizer: Any, asked: Generated, length: int, n
     )
     device = next(model.parameters()).device
     torch.manual_seed(asked.seed)
-    found: list[list[int]] = []
+    generated: list[list[int]] = []
     with _generating(model, plain) as generate:
-        while len(found) < asked.count:
-            first = torch.full((min(_AT_ONCE, asked.count - len(found)), 1), begin, device=device)
+        while len(generated) < asked.count:
+            first = torch.full((min(_AT_ONCE, asked.count - len(generated)), 1), begin, device=device)
             for row in generate(first, attention_mask=torch.ones_like(first)).tolist():
                 stop = row.index(end, 1) + 1 if end in row[1:] else len(row)
-                found.append(row[:stop])
-    return found
+                generated.append(row[:stop])
+    return generated
 
 
 @contextmanager
@@ -241,10 +241,10 @@ def _labels(labels: list[Tensor | None], purpose: Purpose) -> Tensor | None:
     present = [label for label in labels if label is not None]
     if len(present) < len(labels):
         return None
-    found = torch.stack(present)
-    if purpose.likelihood == "gaussian" and found.ndim == 1:
-        found = found.float()[:, None]
-    return found
+    targets = torch.stack(present)
+    if purpose.likelihood == "gaussian" and targets.ndim == 1:
+        targets = targets.float()[:, None]
+    return targets
 
 
 def _is_image(domain: Domain) -> bool:

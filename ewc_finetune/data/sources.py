@@ -117,10 +117,10 @@ def _call(address: Address, module: str, name: str, default_split: Split) -> Dom
     if options.split and not takes_split:
         raise UsageError(f"{address}: {name} takes no argument split, so it has no splits to choose from")
     try:
-        found = function(**arguments, **({"split": split} if takes_split else {}))
+        dataset = function(**arguments, **({"split": split} if takes_split else {}))
     except Exception as error:
         raise DataError(f"{address}: {name} failed with {type(error).__name__}: {error}") from error
-    domain = replace(as_domain(found, str(address)), name=str(address), split=split if takes_split else None)
+    domain = replace(as_domain(dataset, str(address)), name=str(address), split=split if takes_split else None)
     return _select(domain, options)
 
 
@@ -253,14 +253,14 @@ def _digits(split: Split, folder: Path) -> InMemory:
         from sklearn.datasets import load_digits
     except ImportError:
         raise DataError("the digits come with scikit-learn; install it: pip install 'ewc-finetune[digits]'") from None
-    found: Any = load_digits()
-    order = torch.randperm(len(found.images), generator=torch.Generator().manual_seed(0))
+    digits: Any = load_digits()
+    order = torch.randperm(len(digits.images), generator=torch.Generator().manual_seed(0))
     chosen = order[len(order) // 5 :] if split == "train" else order[: len(order) // 5]
-    images = torch.as_tensor(found.images, dtype=torch.float32)[chosen, None] / 16
+    images = torch.as_tensor(digits.images, dtype=torch.float32)[chosen, None] / 16
     return (
         images,
-        torch.as_tensor(found.target, dtype=torch.long)[chosen],
-        tuple(map(str, found.target_names)),
+        torch.as_tensor(digits.target, dtype=torch.long)[chosen],
+        tuple(map(str, digits.target_names)),
     )
 
 

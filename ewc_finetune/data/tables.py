@@ -206,13 +206,13 @@ def _several(column: Sequence[Any], where: str) -> Tensor:
 
 
 def _numbers(column: Sequence[Any], where: str) -> Tensor:
-    found = []
+    values = []
     for n, value in enumerate(column, start=1):
         try:
-            found.append(float(value))
+            values.append(float(value))
         except (TypeError, ValueError):
             raise DataError(f"{where}, sample {n}: {str(value)[:50]!r} is not a number") from None
-    return torch.tensor(found)
+    return torch.tensor(values)
 
 
 def _tensor(array: Any, where: str) -> Tensor:
@@ -237,9 +237,9 @@ def _choose(
 ) -> str | None:
     """Return the array that is asked for, or usual, of the split."""
     for name in [asked] if asked else usual:
-        for found in (f"{name}{ending}", name):
-            if found in names:
-                return found
+        for candidate in (f"{name}{ending}", name):
+            if candidate in names:
+                return candidate
     if asked or needed:
         raise UsageError(
             f"{address}: which array are the {what}? Name it with {what}=NAME. It has {', '.join(names) or 'none'}"

@@ -101,10 +101,10 @@ def load_text(address: Address, place: str, split: Split, options: Options) -> D
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error}"
         raise DataError(f"{path}, which {address} names, cannot be read ({reason})") from error
-    found = [line for line in lines if line.strip()]
-    if not found:
+    texts = [line for line in lines if line.strip()]
+    if not texts:
         raise DataError(f"{path} has no texts; expected one to a line")
-    return Domain(str(address), Texts(found, None, options.length, options.pack))
+    return Domain(str(address), Texts(texts, None, options.length, options.pack))
 
 
 def refuse_split(address: Address, options: Options) -> None:

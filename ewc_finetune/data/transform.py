@@ -69,8 +69,8 @@ class Transform:
     def effective(self) -> Transform:
         """Return the same without numbers that change nothing (mean 0 and deviation 1)."""
         nothing = self.mean is not None and set(self.mean) == {0.0} and set(self.std or ()) == {1.0}
-        found = replace(self, mean=None, std=None) if nothing else self
-        return found if found.reshapes else replace(found, interpolation=None)
+        transform = replace(self, mean=None, std=None) if nothing else self
+        return transform if transform.reshapes else replace(transform, interpolation=None)
 
     def describe_shape(self) -> str:
         """Say what becomes of height and width, for people; empty if nothing does."""
@@ -91,18 +91,18 @@ class Transform:
 
     def to_json(self) -> dict[str, Any]:
         """Return what is said, as JSON has it."""
-        found = {name: getattr(self, name) for name in _CHECKS}
+        said = {name: getattr(self, name) for name in _CHECKS}
         return {
             name: list(value) if isinstance(value, tuple) else value
-            for name, value in found.items()
+            for name, value in said.items()
             if value is not None
         }
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Transform:
         """Return the transform of which `to_json` made this, perhaps among other things; see `is_transform`."""
-        found = {name: document.get(name) for name in _CHECKS}
-        values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+        said = {name: document.get(name) for name in _CHECKS}
+        values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in said.items()}
         return cls(**values)
 
 

@@ -66,19 +66,19 @@ def warn_at_chance(
 
 def _suspects(domain: Domain, opened: Opened, layout: Layout) -> list[str]:
     """Return what is most likely wrong, the likeliest first."""
-    found = []
+    suspects = []
     assumption, said = domain.assumed, domain.transform is not None and domain.transform.mean is not None
     image = len(layout.shape) == 3 and layout.raw and (layout.bytes_to_unit or domain.unit)
     if image and assumption is not None and (said or assumption.source != "record"):
         numbers = layout.transform.describe_numbers() or "from 0 to 1"
-        found.append(
+        suspects.append(
             f"how images go in ({numbers}): the data options mean= and std= say otherwise, and resize= and crop="
         )
     if is_numbering_unknown(domain, opened):
-        found.append(
+        suspects.append(
             f"the numbers of its classes, {domain.numbering}: labels= names them in the order of the model's outputs"
         )
-    return found
+    return suspects
 
 
 def is_numbering_unknown(domain: Domain, opened: Opened) -> bool:

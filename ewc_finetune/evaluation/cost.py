@@ -110,21 +110,21 @@ def _timed(run: Callable[[Sequence[Batch]], object], batches: Sequence[Batch]) -
 @contextmanager
 def watched_memory(device: torch.device) -> Iterator[dict[str, int | None]]:
     """Yield the most memory taken, known when the block is done."""
-    found: dict[str, int | None] = {}
+    peaks: dict[str, int | None] = {}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    yield found
-    found["host"] = host_peak()
+    yield peaks
+    peaks["host"] = host_peak()
     if device.type == "cuda":
-        found["device"] = torch.cuda.max_memory_allocated(device)
+        peaks["device"] = torch.cuda.max_memory_allocated(device)
 
 
 def host_peak() -> int | None:
     """Return the most memory that this process had, in bytes; None where the system does not say."""
     status = Path("/proc/self/status")
     if status.exists():  # what getrusage says there may be the peak of whoever started the process
-        found = [line for line in status.read_text().splitlines() if line.startswith("VmHWM")]
-        return int(found[0].split()[1]) << 10 if found else None
+        peaks = [line for line in status.read_text().splitlines() if line.startswith("VmHWM")]
+        return int(peaks[0].split()[1]) << 10 if peaks else None
     try:
         import resource
     except ImportError:  # no POSIX system

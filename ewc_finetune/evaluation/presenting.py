@@ -27,14 +27,14 @@ def presented(domain: Domain, opened: Opened, progress: Progress) -> Domain:
         DataError: see `preprocessed`.
         UsageError: if the data says what the model's own image processor says.
     """
-    found = preprocessed(domain, opened.purpose, opened.model, opened.label)
-    if found is not domain:
+    encoded = preprocessed(domain, opened.purpose, opened.model, opened.label)
+    if encoded is not domain:
         if domain.transform is not None and domain.transform.mean is not None:
             raise UsageError(
                 f"{domain.name}: the image processor of {opened.label} says how images are normalised "
                 "(preprocessor_config.json); leave mean and std out, or change it there"
             )
-        return found
+        return encoded
     assumption = opened.assumption
     if assumption is None:
         return domain

@@ -158,8 +158,8 @@ def measure(
             nats, share = _compare(likelihood, old, rows, device)
             divergence += nats.sum().item()
             if share is not None:
-                found, some = _by_sample(share, counted)
-                same += found
+                hits, some = _by_sample(share, counted)
+                same += hits
                 asked += some
     divergence /= probe.samples
     if not math.isfinite(divergence):
@@ -234,16 +234,16 @@ def _choose(domain: Domain, n: int, seed: int) -> Batch:
     if domain.indexable and size is not None and n < size:
         order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
         domain = domain.subset(order[:n].sort().values.tolist())
-    found: list[Batch] = []
+    batches: list[Batch] = []
     left = n
     for inputs, labels in domain.batches(n):
-        found.append((take(inputs, slice(left)), None if labels is None else labels[:left]))
-        left -= count(found[-1][0])
+        batches.append((take(inputs, slice(left)), None if labels is None else labels[:left]))
+        left -= count(batches[-1][0])
         if left == 0:
             break
     if left == n:
         raise DataError(f"{domain.name} has no samples")
-    return found[0] if len(found) == 1 else _joined(found, domain.name)
+    return batches[0] if len(batches) == 1 else _joined(batches, domain.name)
 
 
 def _joined(batches: Sequence[Batch], name: str) -> Batch:
@@ -267,8 +267,8 @@ def _stacked(tensors: Sequence[Tensor], masks: Sequence[Tensor], filler: float |
     if len(masks) < len(tensors) or any(t.shape[:2] != m.shape for t, m in zip(tensors, masks, strict=True)):
         return torch.cat(list(tensors))
     if filler is None:
-        found = [tensor[mask == 0] for tensor, mask in zip(tensors, masks, strict=True) if tensor.ndim == 2]
-        filler = next((values[0].item() for values in found if len(values)), 0)
+        real = [tensor[mask == 0] for tensor, mask in zip(tensors, masks, strict=True) if tensor.ndim == 2]
+        filler = next((values[0].item() for values in real if len(values)), 0)
     longest = max(mask.shape[1] for mask in masks)
     return torch.cat(
         [functional.pad(t, (*[0] * (2 * t.ndim - 4), 0, longest - t.shape[1]), value=filler) for t in tensors]

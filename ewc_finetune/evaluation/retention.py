@@ -50,9 +50,9 @@ def meters(model: nn.Module, anchors: Sequence[Anchor], head: Mapping[str, Any] 
         AnchorMismatchError: if an anchor with another head than the model has no layer for its place.
         NonFiniteError: if a probe holds NaN.
     """
-    found = []
+    made = []
     for anchor in anchors:
         if anchor.probes:
             layer = head_of(anchor, model) if foreign_head(anchor, head) else None
-            found += [Meter(anchor.label, probe, layer) for probe in anchor.probes]
-    return found
+            made += [Meter(anchor.label, probe, layer) for probe in anchor.probes]
+    return made

@@ -123,8 +123,8 @@ class _Threshold(Aim):
 
     def _edge(self, held: Sequence[Trial], within: bool) -> float | None:
         """Return the lambda of the trial that is nearest to the others' side."""
-        found = [trial.strength or 0.0 for trial in held if trial.within is within]
-        return (max if self.upwards is within else min)(found, default=None)
+        strengths = [trial.strength or 0.0 for trial in held if trial.within is within]
+        return (max if self.upwards is within else min)(strengths, default=None)
 
 
 class Within(_Threshold):
@@ -294,9 +294,9 @@ def _check_retain(retain: float | None, anchors: Sequence[Anchor]) -> None:
 
 def _holding_better(anchors: Sequence[Anchor], form: str) -> list[str]:
     """Say what keeps more of what these anchors hold than any lambda does."""
-    found = ["anchors with more inputs in the probe (consolidate --probe), of which each counts for less"]
+    advice = ["anchors with more inputs in the probe (consolidate --probe), of which each counts for less"]
     if any(anchor.provenance.curvature != "kfac" for anchor in anchors):
-        found.append("anchors of K-FAC (consolidate --curvature kfac)")
+        advice.append("anchors of K-FAC (consolidate --curvature kfac)")
     if form == "gradient":
-        found.append("--penalty-form proximal, whose steps are exact at any lambda")
-    return found
+        advice.append("--penalty-form proximal, whose steps are exact at any lambda")
+    return advice

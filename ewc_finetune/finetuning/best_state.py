@@ -33,12 +33,12 @@ class Selection:
 
     def take(self, scores: Sequence[Score], step: int) -> bool:
         """Take one evaluation, and return whether it is better than all before it."""
-        found = merit(scores, self.domains)
-        found = -math.inf if math.isnan(found) else found
-        if self.best is not None and found <= self.best:
+        value = merit(scores, self.domains)
+        value = -math.inf if math.isnan(value) else value
+        if self.best is not None and value <= self.best:
             self.stale += 1
             return False
-        self.best, self.step, self.stale = found, step, 0
+        self.best, self.step, self.stale = value, step, 0
         return True
 
     @property
@@ -76,18 +76,18 @@ def selecting(data: Any, watched: Sequence[Domain], specs: Sequence[str | None],
     Raises:
         UsageError: if there is none.
     """
-    found = [
+    names = [
         domain.name
         for domain, spec in zip(watched, specs, strict=True)
         if isinstance(data, str) and spec is not None and same_source(spec, data)
     ]
-    found += [name for name in select_on if name not in found]
-    if not found:
+    names += [name for name in select_on if name not in names]
+    if not names:
         raise UsageError(
             "to choose the best state, a domain must be scored: add --eval for the new one, or name those that the "
             "choice goes by with --select-on"
         )
-    return found
+    return names
 
 
 def same_source(one: str, other: str) -> bool:

@@ -123,13 +123,13 @@ def _watched(plan: Plan, start: Opened, layout: Layout, progress: Progress) -> l
     known = start.record
     # Where nothing is known of the model, all its data are as the new domain says.
     alike = start if known.input else replace(start, record=replace(known, input=layout.to_json()))
-    found = []
+    watched = []
     for scored in plan.scored:
         domain = presented(scored, alike, Silent())
-        found.append(bind(start, domain, plan.likelihood, plan.device, Silent()))
+        watched.append(bind(start, domain, plan.likelihood, plan.device, Silent()))
         for remark in domain.remarks:
             progress.note(f"{domain.name}: {remark}")
-    return found
+    return watched
 
 
 def _frozen(model: nn.Module, patterns: Sequence[str]) -> tuple[nn.Parameter, ...]:

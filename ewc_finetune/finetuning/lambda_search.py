@@ -115,5 +115,5 @@ def split(domain: Domain, seed: int) -> tuple[Domain, Domain]:
 
 def _results(trial: Trial) -> str:
     beside = [f"{score.domain} {score.main}" for score in trial.watched]
-    beside += [f"probe of {found.data} {found.main}" for found in trial.retention]
+    beside += [f"probe of {kept.data} {kept.main}" for kept in trial.retention]
     return trial.score.main + (f" ({', '.join(beside)})" if beside else "")

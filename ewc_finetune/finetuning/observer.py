@@ -149,8 +149,8 @@ class RunObserver:
         if not self.readings.meters:
             return
         retention = self.readings.measure()
-        self.log({"step": step, "epoch": epoch, "retention": [asdict(found) for found in retention]})
-        told = ", ".join(f"probe of {found.data} {found.main}" for found in retention)
+        self.log({"step": step, "epoch": epoch, "retention": [asdict(kept) for kept in retention]})
+        told = ", ".join(f"probe of {kept.data} {kept.main}" for kept in retention)
         self.progress.note(f"step {step:,}: {told}")
 
     def _measured(self) -> int:
@@ -171,4 +171,4 @@ class RunObserver:
     def _lost(self) -> list[Retention]:
         """Return the readings of the probes of which less is kept than must be."""
         wanted = self.retain or 0.0
-        return [found for found in self.readings.retention if found.unchanged is not None and found.unchanged < wanted]
+        return [kept for kept in self.readings.retention if kept.unchanged is not None and kept.unchanged < wanted]

@@ -219,19 +219,19 @@ def _scored(
             "domains are scored with the new head; for an old one's: ewc-ft evaluate CHECKPOINT --head ANCHOR"
         )
     if eval_on is not None:
-        found = resolve_domains(eval_on, "test", data_dir)
-        given = list(eval_on.values()) if isinstance(eval_on, Mapping) else [eval_on] if len(found) == 1 else eval_on
+        scored = resolve_domains(eval_on, "test", data_dir)
+        given = list(eval_on.values()) if isinstance(eval_on, Mapping) else [eval_on] if len(scored) == 1 else eval_on
         given = given[0] if len(given) == 1 and isinstance(given[0], (list, tuple)) else given
         specs = [item if isinstance(item, str) else None for item in given]
-        return _named_apart(found), specs if len(specs) == len(found) else [None] * len(found)
-    found = [resolve_domain(data, "test", data_dir)] if isinstance(data, str) and domain.split is not None else []
-    if not found:
+        return _named_apart(scored), specs if len(specs) == len(scored) else [None] * len(scored)
+    scored = [resolve_domain(data, "test", data_dir)] if isinstance(data, str) and domain.split is not None else []
+    if not scored:
         progress.note(f"{domain.name} has no test split, so nothing is scored; --eval names domains to score")
     elif anchors and head != "new":
         progress.note(
             f"only {domain.name} is scored; where old data is at hand, --eval OLD --eval NEW shows what stays"
         )
-    return found, [data for _ in found]
+    return scored, [data for _ in scored]
 
 
 def _also_selected(
@@ -254,10 +254,10 @@ def _also_selected(
 
 def _named_apart(domains: Sequence[Domain]) -> list[Domain]:
     """Return domains of which no two have the same name: later ones are numbered."""
-    found: list[Domain] = []
+    named: list[Domain] = []
     for domain in domains:
-        names, name, number = {other.name for other in found}, domain.name, 2
+        names, name, number = {other.name for other in named}, domain.name, 2
         while name in names:
             name, number = f"{domain.name} ({number})", number + 1
-        found.append(replace(domain, name=name) if name != domain.name else domain)
-    return found
+        named.append(replace(domain, name=name) if name != domain.name else domain)
+    return named

@@ -19,13 +19,13 @@ UNSAID = names_of(FinetuneOptions, lambda known: not known.filed)
 
 def asked(options: FinetuneOptions) -> dict[str, Any]:
     """Return the options of a run as JSON has them, by the names of the command line."""
-    found = {}
+    said = {}
     for one, known in declared(options):
         if known.recorded:
             value = getattr(options, one.name)
             many = one.name == "anchors" or (one.name == "lambdas" and value not in (None, "auto"))
-            found[spoken(options, one.name)] = _plain(listed(value) if many else value)
-    return found
+            said[spoken(options, one.name)] = _plain(listed(value) if many else value)
+    return said
 
 
 def asked_then(recorded: Mapping[str, Any]) -> dict[str, Any]:

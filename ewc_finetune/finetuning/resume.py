@@ -31,14 +31,14 @@ def check_options(run: Run, options: FinetuneOptions, progress: Progress) -> Non
     if options.lambdas == "auto":  # what is looked for, and for how long
         sound = sound - {"epochs", "retain"}
     then = asked_then(run.document["options"])
-    found = differences({**asked(options), "output": then["output"]}, then)
-    wrong = [text for name, text in found.items() if name not in sound]
+    changed = differences({**asked(options), "output": then["output"]}, then)
+    wrong = [text for name, text in changed.items() if name not in sound]
     if wrong:
         raise UsageError(
             f"the run {run.path} cannot go on with other options: {'; '.join(wrong)}. Leave them out, or start "
             "another run with another --output"
         )
-    for text in (text for name, text in found.items() if name not in UNSAID):
+    for text in (text for name, text in changed.items() if name not in UNSAID):
         progress.note(f"going on with another option: {text}")
     now, then = versions(), run.document.get("versions") or {}
     if then.get("ewc_finetune") != __version__:

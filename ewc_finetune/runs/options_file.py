@@ -59,22 +59,22 @@ def read_config(path: Path, known: Collection[str], also: Collection[str] = ()) 
         StorageError: if the file cannot be read.
     """
     if path.is_dir() or path.suffix == ".run" or path.name == "run.json":
-        found = read_document(path.parent if path.name == "run.json" else path)["options"]
-        return {name: value for name, value in found.items() if value is not None and name in known}
+        said = read_document(path.parent if path.name == "run.json" else path)["options"]
+        return {name: value for name, value in said.items() if value is not None and name in known}
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        said = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise StorageError(f"there is no config at {path}") from None
     except (OSError, ValueError) as error:  # TOML's own error is a ValueError
         raise StorageError(f"{path} is no TOML file: {error}") from error
-    for name, value in found.items():
+    for name, value in said.items():
         if name.replace("_", "-") in also:
             raise UsageError(f"{path}: {name} cannot stand in a file; give it on the command line")
         if name.replace("_", "-") not in known:
             raise UsageError(f"{path}: there is no option {name!r}. {suggest(name, known)}")
         if isinstance(value, dict):
             raise UsageError(f"{path}: {name} is a table; options stand at the top, one to a line: {name} = ...")
-    return {name.replace("_", "-"): value for name, value in found.items()}
+    return {name.replace("_", "-"): value for name, value in said.items()}
 
 
 def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, str]:

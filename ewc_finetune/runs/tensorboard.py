@@ -34,8 +34,8 @@ class TensorBoard:
         figures = {f"train/{name}": line[name] for name in ("loss", "penalty", "lr") if name in line}
         for domain, score in line.get("scores", {}).items():
             figures |= {f"{name}/{domain}": score[name] for name in ("accuracy", "loss", "perplexity")}
-        for found in line.get("retention", []):
-            figures |= {f"{name}/{found['anchor']}": found[name] for name in ("divergence", "unchanged")}
+        for kept in line.get("retention", []):
+            figures |= {f"{name}/{kept['anchor']}": kept[name] for name in ("divergence", "unchanged")}
         for name, value in figures.items():
             if value is not None:
                 self._writer.add_scalar(name, value, step)

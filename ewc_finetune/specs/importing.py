@@ -33,9 +33,9 @@ def find(head: str, what: str, error: type[EwcError]) -> object:
     """
     module, _, name = head.partition(":")
     try:
-        found: object = importlib.import_module(module)
+        value: object = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except AttributeError:
         raise error(f"the module {module} has no {name}. Check the name in {head}") from None
     except Exception as reason:
@@ -43,7 +43,7 @@ def find(head: str, what: str, error: type[EwcError]) -> object:
             f"cannot import {module} for the {what} {head}: {type(reason).__name__}: {reason}. "
             "Run ewc-ft in the folder that holds it, or put that folder into PYTHONPATH"
         ) from reason
-    return found
+    return value
 
 
 def find_own(
@@ -86,14 +86,14 @@ def find_own(
         raise error(f"a file names {head} as the {what}, and another module is called {module} already")
     if note is not None:
         note(f"a file names {head} as the {what}: importing {file}")
-    found = find(head, what, error)
-    if not _is_own(found):
-        home = getattr(found, "__module__", None)
+    value = find(head, what, error)
+    if not _is_own(value):
+        home = getattr(value, "__module__", None)
         raise error(
             f"a file names {head} as the {what}, which {file} has from {home or 'elsewhere'}; a file may only name "
             f"what is defined in a module of your own. {_remedy(option)}"
         )
-    return found
+    return value
 
 
 def _remedy(option: str) -> str:

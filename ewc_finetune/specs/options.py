@@ -89,8 +89,8 @@ def declared(options: Any) -> list[tuple[Field[Any], Option]]:
 
 def spoken(options: Any, name: str) -> str:
     """Return the name on the command line of a field, without its dashes."""
-    found: Option = next(one for one in fields(options) if one.name == name).metadata[_KEY]
-    return found.name or name.replace("_", "-")
+    known: Option = next(one for one in fields(options) if one.name == name).metadata[_KEY]
+    return known.name or name.replace("_", "-")
 
 
 def names_of(options: Any, which: Callable[[Option], object]) -> set[str]:

@@ -14,7 +14,7 @@ def matching(names: Sequence[str], pattern: str, option: str) -> list[str]:
     Raises:
         UsageError: if there is none, naming the option and the nearest name.
     """
-    found = fnmatch.filter(names, pattern)
-    if not found:
+    matches = fnmatch.filter(names, pattern)
+    if not matches:
         raise UsageError(f"{option} {pattern} matches no parameter. {suggest(pattern, names)}")
-    return found
+    return matches

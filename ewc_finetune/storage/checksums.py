@@ -45,8 +45,8 @@ def with_checksums(
     metadata: Mapping[str, str], entries: Mapping[str, tuple[str, tuple[int, ...]]], tensors: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the metadata with the checksums of these tensors, and of the header that they and the entries make."""
-    found = {_HEADER: header_checksum(metadata, entries), **{name: tensors[name] for name in entries}}
-    return {**metadata, KEY: json.dumps(found, sort_keys=True)}
+    checksums = {_HEADER: header_checksum(metadata, entries), **{name: tensors[name] for name in entries}}
+    return {**metadata, KEY: json.dumps(checksums, sort_keys=True)}
 
 
 def read_checksums(
@@ -68,8 +68,8 @@ def read_checksums(
             raise damaged("its header", where, error)
         return None
     try:
-        found = json.loads(metadata[KEY])
-        known = {str(name): str(value) for name, value in found.items()}
+        document = json.loads(metadata[KEY])
+        known = {str(name): str(value) for name, value in document.items()}
     except (ValueError, AttributeError, RecursionError) as reason:
         raise damaged("its checksums", where, error) from reason
     if known.pop(_HEADER, None) != header_checksum(metadata, entries) or known.keys() != entries.keys():

@@ -117,10 +117,10 @@ class LocalSource(TensorSource):
 
     def digest(self) -> str:
         """Return the SHA-256 of that one file, in hexadecimal: of an anchor it is the same however it is cut."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for block in self.as_one_file():
-            found.update(block)
-        return found.hexdigest()
+            digest.update(block)
+        return digest.hexdigest()
 
 
 class FileSource(LocalSource):
@@ -191,10 +191,10 @@ def unreadable(label: str, reason: str) -> AnchorError:
 def state_of(path: Path) -> tuple[int, int]:
     """Return what tells whether a file has changed: its size and time."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError as error:
         raise AnchorError(f"{path} cannot be read any more: {error.strerror}") from error
-    return found.st_size, found.st_mtime_ns
+    return status.st_size, status.st_mtime_ns
 
 
 def blocks_of(path: Path, start: int, end: int) -> Iterator[bytes]:

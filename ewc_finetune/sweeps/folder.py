@@ -49,13 +49,13 @@ class SweepFolder:
 
     def runs(self) -> dict[str, Run]:
         """Return the runs that are in the folder, by name."""
-        found = {}
+        runs = {}
         for folder in sorted(self.path.glob("*.run")):
             name = folder.name.removesuffix(".run")
             if not folder.name.startswith(".") and (folder / "run.json").is_file():
-                found[name] = self._finished.get(name) or read_run(folder)
-        self._finished = {name: run for name, run in found.items() if run.document["status"] == "finished"}
-        return found
+                runs[name] = self._finished.get(name) or read_run(folder)
+        self._finished = {name: run for name, run in runs.items() if run.document["status"] == "finished"}
+        return runs
 
     def without_record(self) -> list[Path]:
         """Return the run folders whose run was killed before it said anything."""

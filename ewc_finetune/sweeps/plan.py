@@ -180,12 +180,12 @@ def _domains(looks: Mapping[tuple[str, str], Estimate], data: Any) -> tuple[str,
     Raises:
         UsageError: if there is nothing to compare runs by.
     """
-    found = [look.found or {} for look in looks.values()]
-    names = [str(domain["spec"]) for domain in found[0]["eval"]]
-    new = new_domain(found[0]["data"]["spec"], names)
+    known = [look.found or {} for look in looks.values()]
+    names = [str(domain["spec"]) for domain in known[0]["eval"]]
+    new = new_domain(known[0]["data"]["spec"], names)
     if new is None and not isinstance(data, str) and names:
         new = names[-1]
-    probed = all(any(map(_tells, one["anchors"])) for one in found)
+    probed = all(any(map(_tells, one["anchors"])) for one in known)
     old = tuple(name for name in names if name != new)
     if new is None or not (old or probed):
         missing = "the new domain is not scored" if new is None else "no old domain is scored and anchors have no probe"

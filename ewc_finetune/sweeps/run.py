@@ -67,11 +67,11 @@ def run(swept: SweepPlan) -> Sweep:
         with _ending_well(folder, progress):
             folder.write("running")
             _make(folder, left.todo, options.jobs, progress)
-        found = folder.write("finished")
+        tradeoff = folder.write("finished")
         if len(folder.failures) == len(swept.points):
             first = next(iter(folder.failures.values()))
             raise EwcError(f"all {len(swept.points)} runs of the sweep {folder.path} failed; the first one: {first}")
-        done = Sweep(folder.path, found, folder.to_json(found, "finished"))
+        done = Sweep(folder.path, tradeoff, folder.to_json(tradeoff, "finished"))
         if options.discard:
             _discard(done, folder, progress)
     return done
@@ -98,10 +98,10 @@ def _make(folder: SweepFolder, todo: Sequence[Job], jobs: int, progress: Progres
             for name, failure in ended:
                 if failure is not None:
                     folder.failures[name] = failure
-                found = folder.write("running")
-                row = next(row for row in found.rows if row.name == name)
+                tradeoff = folder.write("running")
+                row = next(row for row in tradeoff.rows if row.name == name)
                 bar.advance(1)
-                progress.note(f"{name}: {found.said(row)}")
+                progress.note(f"{name}: {tradeoff.said(row)}")
 
 
 @contextlib.contextmanager
@@ -118,20 +118,20 @@ def _ending_well(folder: SweepFolder, progress: Progress) -> Iterator[None]:
 
 def _discard(done: Sweep, folder: SweepFolder, progress: Progress) -> None:
     """Remove the checkpoints, but for those of the knee and of the best mean."""
-    found = done.tradeoff
-    kept = [n for n, marks in enumerate(found.marks) if {"knee", "best mean"} & set(marks)]
+    tradeoff = done.tradeoff
+    kept = [n for n, marks in enumerate(tradeoff.marks) if {"knee", "best mean"} & set(marks)]
     if not kept:
         progress.note("no point is better than all others, so every checkpoint is kept")
         return
-    names = {row.name for n in kept for row in found.positions[n].rows}
-    gone = [o.label for o in found.outcomes if o.label in names and not folder.checkpoint(o.run).exists()]
+    names = {row.name for n in kept for row in tradeoff.positions[n].rows}
+    gone = [o.label for o in tradeoff.outcomes if o.label in names and not folder.checkpoint(o.run).exists()]
     if gone:
         progress.note(
             f"nothing is discarded, for the checkpoints of {few(gone)} are gone already; without --discard the sweep "
             "makes them again"
         )
         return
-    for outcome in found.outcomes:
+    for outcome in tradeoff.outcomes:
         if outcome.run.path.name.removesuffix(".run") not in names:
             folder.discard(outcome.run)
     progress.note(f"the checkpoints but for those of {', '.join(sorted(names))} are discarded")
