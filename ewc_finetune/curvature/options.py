@@ -194,6 +194,8 @@ class ConsolidateOptions(Computing, Estimating, Storing, Consolidating, Told):
         Raises:
             UsageError: naming the option, its value and what is expected.
         """
+        if type(self.probe) is not int or self.probe < 0:
+            raise UsageError(f"probe is {self.probe}; expected a whole number of inputs to keep, 0 for none")
         check_declared(self)
         if self.curvature != "kfac" and (self.kfac_form, self.kfac_rank, self.kfac_dtype) != (
             "expand",

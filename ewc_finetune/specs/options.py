@@ -132,7 +132,7 @@ def check_declared(options: Any, only: Any = None) -> None:
     """
     for one, found in declared(only or options):
         value, name = getattr(options, one.name), one.name.replace("_", " ")
-        if value is None or found.many:
+        if (value is None and one.default is None) or found.many:
             continue
         whole = type(value) is not bool and isinstance(value, numbers.Integral)
         if found.least is not None and not (whole and value >= found.least):
