@@ -3,11 +3,11 @@ import json
 
 import pytest
 import torch
-from conftest import save_changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.files import save_changed
 
 from ewc_finetune import Provenance
 from ewc_finetune.anchor.anchor import Anchor

@@ -1,5 +1,4 @@
 import io
-import os
 import pickle
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from support.files import Bomb
 from torch import nn
 
 from ewc_finetune.checkpoint.architecture import build, builds_by_itself, complete, looks_like_architecture
@@ -97,11 +97,6 @@ def test_tied_weights_stay_tied(folder):
     # One of the two names is enough.
     torch.save({"embed.weight": model.embed.weight.detach()}, "one.pt")
     assert torch.equal(open_model("one.pt", "nets:Net").model.out.weight, model.out.weight)
-
-
-class Bomb:
-    def __reduce__(self):
-        return os.system, ("touch exploded",)
 
 
 def bombs():

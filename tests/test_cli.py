@@ -12,8 +12,8 @@ import time
 
 import pytest
 import torch
-from conftest import save_changed
 from safetensors.torch import load_file, save_file
+from support.files import save_changed
 from torch import nn
 
 from ewc_finetune import __version__

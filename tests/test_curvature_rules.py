@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.utils.checkpoint
 import torchvision
-from conftest import trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.models import trained
 from torch import nn
 from torch.nn import functional
 

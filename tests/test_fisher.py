@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.utils.checkpoint
-from conftest import Small, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.models import Small, trained
 from torch import nn
 
 from ewc_finetune.choices import ESTIMATORS as CHOICES

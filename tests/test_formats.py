@@ -1,7 +1,6 @@
 """Every format goes in and comes out: opened, consolidated, fine-tuned, and read again by its own library."""
 
 import json
-import os
 import struct
 import subprocess
 import sys
@@ -14,7 +13,8 @@ import pytest
 import safetensors.torch
 import torch
 import torchvision
-from conftest import Small, trained
+from support.files import Bomb
+from support.models import Small, trained
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -179,7 +179,7 @@ def test_in_and_out(tmp_path, kind, build):
     save(model, tmp_path / file)
     inputs = example(model, 6)
     data = TensorDataset(inputs, torch.arange(6) % 3)
-    arch = None if kind in PROGRAMS or build is not small else "conftest:Small"
+    arch = None if kind in PROGRAMS or build is not small else "support.models:Small"
     expected = outputs(model, inputs)
     opened = open_model(tmp_path / file, arch, trust_code=kind == "pickled")
     torch.testing.assert_close(outputs(opened.model, inputs), expected)
@@ -213,7 +213,7 @@ def test_an_anchor_has_no_program(tmp_path, kind):
     with pytest.raises(AnchorError, match=f"whose program it does not have. Name the checkpoint too: --model {file}"):
         ewc.finetune(None, data, anchors=tmp_path / "a.safetensors")
     with pytest.raises(ArchitectureError, match="leave --arch away"):
-        open_model(tmp_path / file, "conftest:Small", trust_code=True)
+        open_model(tmp_path / file, "support.models:Small", trust_code=True)
 
 
 def test_the_rest_of_the_file_stays_as_it_was(tmp_path):
@@ -225,7 +225,7 @@ def test_the_rest_of_the_file_stays_as_it_was(tmp_path):
         ewc.finetune(
             tmp_path / file,
             data,
-            architecture="conftest:Small",
+            architecture="support.models:Small",
             epochs=1,
             output=tmp_path / f"o-{file}",
             eval_on=[],
@@ -244,14 +244,16 @@ def test_the_rest_of_the_file_stays_as_it_was(tmp_path):
     assert {key: metadata[key] for key in ("format", "author")} == {"format": "pt", "author": "somebody"}
     # The same run gives the same bytes.
     file = tmp_path / "m.safetensors"
-    ewc.finetune(file, data, architecture="conftest:Small", epochs=1, output=tmp_path / "p.safetensors", eval_on=[])
+    ewc.finetune(
+        file, data, architecture="support.models:Small", epochs=1, output=tmp_path / "p.safetensors", eval_on=[]
+    )
     assert (tmp_path / "p.safetensors").read_bytes() == (tmp_path / "o-m.safetensors").read_bytes()
 
 
 def test_averaged_weights_are_those_that_are_used(tmp_path):
     model, other = small(), trained(Small(), torch.float32, seed=1)
     torch.save({"state_dict": other.state_dict(), "state_dict_ema": model.state_dict()}, tmp_path / "m.pt")
-    opened = open_model(tmp_path / "m.pt", "conftest:Small")
+    opened = open_model(tmp_path / "m.pt", "support.models:Small")
     assert torch.equal(opened.model.first.weight, model.first.weight)
     assert "its weights are under 'state_dict_ema'" in opened.remarks[0]
 
@@ -260,7 +262,7 @@ def test_prefixes_of_wrappers_in_wrappers(tmp_path):
     model = small()
     state = {f"module._orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
     torch.save(state, tmp_path / "m.pt")
-    assert torch.equal(open_model(tmp_path / "m.pt", "conftest:Small").model.first.weight, model.first.weight)
+    assert torch.equal(open_model(tmp_path / "m.pt", "support.models:Small").model.first.weight, model.first.weight)
 
 
 def test_an_anchor_keeps_nothing_but_the_weights(tmp_path):
@@ -271,7 +273,7 @@ def test_an_anchor_keeps_nothing_but_the_weights(tmp_path):
     remarks = {}
     for name in ("m.pth", "plain.pt"):
         anchor = ewc.consolidate(
-            tmp_path / name, data, architecture="conftest:Small", output=tmp_path / f"{name}.anchor"
+            tmp_path / name, data, architecture="support.models:Small", output=tmp_path / f"{name}.anchor"
         )
         remarks[name] = " ".join(load_checkpoint(anchor.path).remarks)
     assert "the weights under 'state_dict' and behind 'module.', beside what an anchor does not" in remarks["m.pth"]
@@ -434,11 +436,6 @@ def test_what_an_export_baked_in_is_said(tmp_path):
     assert remark.endswith("dropout stays off and normalisation statistics stay as they are, in training too")
 
 
-class Bomb:
-    def __reduce__(self):
-        return os.system, ("touch exploded",)
-
-
 @pytest.mark.parametrize(
     "wrap", [lambda b: {"state_dict": {"w": b}}, lambda b: {"model": {"w": torch.ones(1)}, "x": b}]
 )
@@ -452,7 +449,7 @@ def test_no_code_runs_in_wrappers(tmp_path, monkeypatch, wrap):
 
 def test_code_runs_for_those_who_trust_it(tmp_path):
     save_pickled(small(), tmp_path / "m.pt")
-    with pytest.raises(CheckpointError, match=r"conftest.Small.*--trust-code"):
+    with pytest.raises(CheckpointError, match=r"support.models.Small.*--trust-code"):
         open_model(tmp_path / "m.pt")
     assert isinstance(open_model(tmp_path / "m.pt", trust_code=True).model, Small)
 
@@ -513,7 +510,7 @@ def test_safetensors_that_are_none(tmp_path):
     ):
         (tmp_path / "bad.safetensors").write_bytes(content)
         with pytest.raises(CheckpointError, match=r"bad\.safetensors"):
-            open_model(tmp_path / "bad.safetensors", "conftest:Small")
+            open_model(tmp_path / "bad.safetensors", "support.models:Small")
 
 
 def test_shards_that_do_not_fit_their_index(tmp_path):
@@ -531,7 +528,7 @@ def test_shards_that_do_not_fit_their_index(tmp_path):
     refused({**known["weight_map"], "more": "m-00001-of-00002.safetensors"}, "more is not in the file that should")
     index.write_text(json.dumps(known))
     data = TensorDataset(torch.randn(6, 4), torch.arange(6) % 3)
-    options = {"architecture": "conftest:Small", "epochs": 0, "eval_on": []}
+    options = {"architecture": "support.models:Small", "epochs": 0, "eval_on": []}
     with pytest.raises(UsageError, match=r"is an index of shards; let it end in .safetensors.index.json"):
         ewc.finetune(index, data, output=tmp_path / "out.safetensors", **options)
     (tmp_path / "o-00002-of-00002.safetensors").write_text("mine")
@@ -564,10 +561,10 @@ def test_the_default_output_is_in_the_same_format(ewc_ft, tmp_path):
 def test_inspecting_a_checkpoint(ewc_ft, tmp_path, kind, name):
     save, file, _ = FORMATS[kind]
     save(small(), tmp_path / file)
-    arch = () if kind in PROGRAMS else ("--arch", "conftest:Small")
+    arch = () if kind in PROGRAMS else ("--arch", "support.models:Small")
     found = json.loads(ewc_ft("inspect", file, *arch, "--json").stdout)
     assert found["format"] == name
-    assert found["architecture"] == (None if kind in PROGRAMS else "conftest:Small")
+    assert found["architecture"] == (None if kind in PROGRAMS else "support.models:Small")
     numbers = sum(tensor.numel() for tensor in small().state_dict().values() if tensor.is_floating_point())
     assert found["weights"]["float32"]["numbers"] == numbers
     assert found["weights"]["float32"]["bytes"] == 4 * numbers
@@ -585,7 +582,7 @@ def test_inspecting_what_cannot_be_opened(ewc_ft, tmp_path):
     assert "float16        2 numbers in 1 tensors, 4 bytes" in text
     save_pickled(small(), tmp_path / "p.pt")
     found = json.loads(ewc_ft("inspect", "p.pt", "--json").stdout)
-    assert "conftest.Small" in found["unsafe"]
+    assert "support.models.Small" in found["unsafe"]
     found = json.loads(ewc_ft("inspect", "p.pt", "--trust-code", "--json").stdout)
     assert found["format"] == "pickled module"
     assert found["normalisation"] == ["norm"]
@@ -601,21 +598,21 @@ def test_outputs_that_are_named_for_another_format(tmp_path):
     for kind, output in (("safetensors", "o.pt"), ("state dict", "o.safetensors"), ("scripted", "o.safetensors")):
         save, file, _ = FORMATS[kind]
         save(small(), tmp_path / file)
-        arch = None if kind in PROGRAMS else "conftest:Small"
+        arch = None if kind in PROGRAMS else "support.models:Small"
         with pytest.raises(UsageError, match="is to be a checkpoint in the format"):
             ewc.finetune(tmp_path / file, data, architecture=arch, output=tmp_path / output)
     anchor = ewc.consolidate(
-        tmp_path / "m.safetensors", data, architecture="conftest:Small", output=tmp_path / "a.safetensors"
+        tmp_path / "m.safetensors", data, architecture="support.models:Small", output=tmp_path / "a.safetensors"
     )
     with pytest.raises(UsageError, match=r"in the format safetensors; let it end in .safetensors"):
-        ewc.merge([anchor], checkpoint=tmp_path / "o.pt", architecture="conftest:Small")
-    ewc.merge([anchor], checkpoint=tmp_path / "c.safetensors", architecture="conftest:Small")
+        ewc.merge([anchor], checkpoint=tmp_path / "o.pt", architecture="support.models:Small")
+    ewc.merge([anchor], checkpoint=tmp_path / "c.safetensors", architecture="support.models:Small")
     assert set(safetensors.torch.load_file(tmp_path / "c.safetensors")) == set(small().state_dict())
 
 
 def test_what_stands_behind_a_prefix_is_said(tmp_path):
     save_lightning(small(), tmp_path / "m.ckpt")
-    remarks = open_model(tmp_path / "m.ckpt", "conftest:Small").remarks
+    remarks = open_model(tmp_path / "m.ckpt", "support.models:Small").remarks
     assert remarks[-1].endswith("its names stand behind 'model.'; 1 tensors with other names stay as they are")
 
 
@@ -727,7 +724,7 @@ def test_an_index_that_is_damaged_or_does_not_name_all(tmp_path):
     data = TensorDataset(torch.randn(6, 4), torch.arange(6) % 3)
     out = tmp_path / "out"
     out.mkdir()
-    options = {"architecture": "conftest:Small", "epochs": 0, "eval_on": []}
+    options = {"architecture": "support.models:Small", "epochs": 0, "eval_on": []}
     ewc.finetune(tmp_path / "m.safetensors.index.json", data, output=out / "m.safetensors.index.json", **options)
     assert safetensors.torch.load_file(out / shard.name)["extra"].tolist() == [1, 1]
     index = json.loads((tmp_path / "m.safetensors.index.json").read_text())

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from conftest import Small, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.models import Small, trained
 from torch import nn
 
 from ewc_finetune.curvature.batching import gathered

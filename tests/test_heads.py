@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from conftest import Small, trained
-from notes import Notes
-from test_penalty import make_anchor
+from support.anchors import make_anchor
+from support.models import Small, trained
+from support.notes import Notes
 from torch import nn
 from torch.utils.data import TensorDataset
 

@@ -13,12 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Small, save_changed, trained
 from hub_server import TOKEN
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support import ROOT, TESTS
+from support.files import save_changed
+from support.models import Small, trained
 
 import ewc_finetune as ewc
 from ewc_finetune.commands.push import parse_size
@@ -33,7 +35,7 @@ NAME = "someone/old"
 def anchor(small, samples, tmp_path):
     """The file of an anchor of `small`."""
     return ewc.consolidate(
-        small, samples, name="old", architecture="conftest:Small", output=tmp_path / "old.anchor.safetensors"
+        small, samples, name="old", architecture="support.models:Small", output=tmp_path / "old.anchor.safetensors"
     ).path
 
 
@@ -82,7 +84,7 @@ def test_nothing_has_changed(hub, pushed, anchor, small, samples):
     assert (again.changed, again.place) == ([], pushed)
     assert len(hub.commits(NAME)) == 2  # the first is the Hub's own
     assert not hub.asked("POST .*/commit")
-    other = ewc.consolidate(small, samples, name="old", estimator="empirical", architecture="conftest:Small")
+    other = ewc.consolidate(small, samples, name="old", estimator="empirical", architecture="support.models:Small")
     assert ewc.push(other, NAME).changed == ["README.md", "anchor-importance.png", "anchor.safetensors"]
 
 
@@ -134,7 +136,7 @@ def test_pull_overwrites_only_when_told(hub, pushed, ewc_ft, tmp_path):
 
 
 def test_branches_and_pull_requests(hub, pushed, anchor, small, samples):
-    other = ewc.consolidate(small, samples, name="other", architecture="conftest:Small")
+    other = ewc.consolidate(small, samples, name="other", architecture="support.models:Small")
     branch = ewc.push(other, NAME, revision="next").place
     assert hub.commits(NAME)[0].oid == pushed.revision
     assert hub.commits(NAME, "next")[0].oid == branch.revision
@@ -354,10 +356,10 @@ def test_every_command_takes_an_address(hub, pushed, anchor, samples, ewc_ft, tm
     for name in ("old.npz", "new.npz"):
         np.savez(tmp_path / name, x=samples.tensors[0].numpy(), y=samples.tensors[1].numpy())
     data = "npz:new.npz"
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path.insert(0, str(TESTS))
     try:
         place = f"hf://{NAME}"
-        arch = ("--arch", "conftest:Small")
+        arch = ("--arch", "support.models:Small")
         options = ("--data", data, *arch, "--epochs", 1, "--eval", data)
         done = json.loads(ewc_ft("finetune", "--anchors", place, *options, "--json").stdout)
         assert done["checkpoint"] == "old-npz-new-npz.pt"
@@ -394,14 +396,14 @@ def test_every_command_takes_an_address(hub, pushed, anchor, samples, ewc_ft, tm
         hub.create("someone/model")
         hub.put("someone/model", {"weights/m.pt": (tmp_path / "local.pt").read_bytes()})
         assert "accuracy" in ewc_ft("evaluate", "hf://someone/model/weights/m.pt", "--data", data, *arch).stderr
-        made = ewc.consolidate("hf://someone/model/weights/m.pt", data, architecture="conftest:Small")
+        made = ewc.consolidate("hf://someone/model/weights/m.pt", data, architecture="support.models:Small")
         assert (
             made.provenance.checkpoint["file"]
             == f"hf://someone/model@{hub.commits('someone/model')[0].oid}/weights/m.pt"
         )
         assert "state_dict" in ewc_ft("inspect", "hf://someone/model/weights/m.pt", *arch).stderr
     finally:
-        sys.path.remove(str(Path(__file__).parent))
+        sys.path.remove(str(TESTS))
 
 
 def test_a_run_can_be_repeated_when_the_branch_has_moved(hub, pushed, small, samples, tmp_path):
@@ -757,7 +759,7 @@ def test_a_slow_hub(hub, pushed, monkeypatch):
 
 def test_somebody_else_was_faster(hub, pushed, anchor, small, samples):
     """A commit between looking and pushing: the card is put together anew, on what is there then."""
-    others = ewc.consolidate(small, samples, name="new", estimator="empirical", architecture="conftest:Small")
+    others = ewc.consolidate(small, samples, name="new", estimator="empirical", architecture="support.models:Small")
     found = threading.Event()
 
     def meanwhile():
@@ -914,7 +916,7 @@ def test_the_token_is_never_shown(hub, anchor, ewc_ft, tmp_path, caplog):
 @pytest.mark.slow
 def test_the_round_trip_of_the_readme(hub, anchor, tmp_path):
     """Its commands as they stand, but for logging in and the data."""
-    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     (block,) = [part for part in text.split("```")[1::2] if "ewc-ft push" in part]
     lines = [line for line in block.strip().splitlines() if not line.startswith("hf ")]
     assert [line.split()[:2] for line in lines[:4]] == [
@@ -924,11 +926,11 @@ def test_the_round_trip_of_the_readme(hub, anchor, tmp_path):
     np.savez(tmp_path / "fmnist.npz", x=torch.randn(6, 4, dtype=torch.float64).numpy(), y=np.arange(6) % 3)
     script = "\n".join(lines).replace("YOU/", "someone/")
     script = script.replace(
-        "--data fmnist", "--arch conftest:Small --data npz:fmnist.npz --epochs 1 --eval npz:fmnist.npz"
+        "--data fmnist", "--arch support.models:Small --data npz:fmnist.npz --epochs 1 --eval npz:fmnist.npz"
     )
     script += "\ncmp first.pt again.pt"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(TESTS)}
     done = subprocess.run(
         ["bash", "-euxc", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )

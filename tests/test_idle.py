@@ -5,8 +5,8 @@ import json
 
 import pytest
 import torch
-from conftest import Small, trained
-from notes import Notes
+from support.models import Small, trained
+from support.notes import Notes
 from torch import nn
 from torch.utils.data import TensorDataset
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kfac import dense, make_anchor, psd, whole
+from support.kronecker import dense, make_anchor, psd, whole
+from support.models import trained
 from torch import nn
 
 import ewc_finetune as ewc

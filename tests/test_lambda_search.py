@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import Small, trained
 from hypothesis import given
 from hypothesis import strategies as st
-from notes import Notes
+from support.models import Small, trained
+from support.notes import Notes
 from torch import nn
 from torch.utils.data import TensorDataset
 

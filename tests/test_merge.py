@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import Small, save_changed, trained
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from test_penalty import loop_over_anchors, make_anchor, stacks
+from support.anchors import loop_over_anchors, make_anchor, stacks
+from support.files import save_changed
+from support.models import Small, trained
 from torch import nn
 
 import ewc_finetune as ewc

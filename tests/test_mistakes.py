@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import Small, trained
+from support.models import Small, trained
 from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc

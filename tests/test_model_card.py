@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import Small, trained
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.models import Small, trained
 
 import ewc_finetune as ewc
 from ewc_finetune import Anchor, Provenance

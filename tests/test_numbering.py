@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from notes import Notes
 from PIL import Image
+from support.notes import Notes
 from torch import nn
 
 import ewc_finetune as ewc

@@ -12,9 +12,9 @@ import onnxruntime
 import pytest
 import torch
 import torchvision
-from conftest import Small, trained
-from notes import Notes
 from onnx import TensorProto, helper, numpy_helper
+from support.models import Small, trained
+from support.notes import Notes
 from torch import nn
 from torch.utils.data import TensorDataset
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import Small, trained
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from support.anchors import loop_over_anchors, make_anchor, stacks
+from support.models import Small, trained
 from torch import nn
 
 import ewc_finetune as ewc
@@ -16,30 +16,6 @@ from ewc_finetune import Anchor, Penalty, Provenance
 from ewc_finetune.anchor.compatibility import remarks
 from ewc_finetune.errors import AnchorMismatchError, NonFiniteError, UsageError
 from ewc_finetune.penalty.quadratic import collapse, spread_lambdas
-
-
-def make_anchor(model, seed, *, zeros=0.0, missing=(), digest=None, **provenance):
-    """An anchor near a model's weights with a random Fisher; some of it zero, some parameters without any."""
-    generator = torch.Generator().manual_seed(seed)
-    weights, fisher = {}, {}
-    for name, p in model.named_parameters():
-        weights[name] = (p.detach() + torch.randn(p.shape, generator=generator)).to(p.dtype)
-        values = torch.rand(p.shape, generator=generator)
-        fisher[name] = values * (torch.rand(p.shape, generator=generator) >= zeros)
-    for name in missing:
-        del fisher[name]
-    return Anchor(weights, fisher, {}, Provenance(name=f"domain {seed}", **provenance), digest=digest)
-
-
-def loop_over_anchors(model, anchors, lambdas):
-    """The definition: sum over anchors and parameters of lambda/2 F (theta - theta*)^2, differentiable, float64."""
-    parameters = dict(model.named_parameters())
-    total = torch.zeros((), dtype=torch.float64)
-    for anchor, lam in zip(anchors, lambdas, strict=True):
-        for name, fisher in anchor.fisher.items():
-            difference = parameters[name].double() - anchor.weights[name].double()
-            total = total + lam / 2 * (fisher.double() * difference**2).sum()
-    return total
 
 
 @pytest.mark.parametrize("x", [1e-12, 3e-8, 1.5e-7, 1e-6, 1e-3, 1.0, 1e6])
@@ -92,18 +68,6 @@ def test_a_lambda_beyond_the_numbers(lam):
     model = nn.Linear(2, 2)
     with pytest.raises((NonFiniteError, UsageError), match="too large for"):
         Penalty(model, make_anchor(model, 0), lam)
-
-
-stacks = st.lists(
-    st.tuples(
-        st.integers(0, 1000),
-        st.sampled_from([0.0, 0.5, 1.0]),
-        st.sets(st.sampled_from(["first.weight", "first.bias", "norm.weight", "last.bias"])),
-        st.one_of(st.just(0.0), st.floats(1e-6, 1e6)),
-    ),
-    min_size=1,
-    max_size=4,
-)
 
 
 @settings(max_examples=60, deadline=None)

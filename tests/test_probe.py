@@ -7,14 +7,15 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import Small, save_changed, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from notes import Notes
 from safetensors import safe_open
 from safetensors.torch import load_file
-from test_transformers import bert, corpus, llama, masked, reviews, saved
-from test_verbs import NEW, OLD
+from support.domains import NEW, OLD
+from support.files import save_changed
+from support.models import Small, trained
+from support.notes import Notes
+from support.transformers_models import bert, corpus, llama, masked, reviews, saved
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 

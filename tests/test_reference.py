@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Small, save_changed, trained
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_transformers import bert, reviews, saved
+from support.files import save_changed
+from support.models import Small, trained
+from support.transformers_models import bert, reviews, saved
 
 import ewc_finetune as ewc
 from ewc_finetune.anchor.hub_weights import Elsewhere, refer
@@ -45,7 +46,7 @@ def data(samples):
 
 
 def consolidated(place, data, path, **options):
-    return ewc.consolidate(place, data, architecture="conftest:Small", output=path, **options)
+    return ewc.consolidate(place, data, architecture="support.models:Small", output=path, **options)
 
 
 def test_half_the_size(plain, data, tmp_path):
@@ -78,7 +79,13 @@ def test_it_does_what_the_whole_one_does(plain, data, tmp_path, hub, monkeypatch
 
     def run(anchor, output):
         ewc.finetune(
-            None, data, architecture="conftest:Small", anchors=anchor, output=tmp_path / output, epochs=2, eval_on=[]
+            None,
+            data,
+            architecture="support.models:Small",
+            anchors=anchor,
+            output=tmp_path / output,
+            epochs=2,
+            eval_on=[],
         )
         return load_file(tmp_path / output)
 

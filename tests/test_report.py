@@ -9,7 +9,7 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
-from run_folders import (
+from support.run_folders import (
     LAYERS,
     MOVES,
     anchor,

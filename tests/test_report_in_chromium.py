@@ -4,7 +4,16 @@ import math
 import shutil
 
 import pytest
-from run_folders import anchor, history, score, search, write_language_model, write_plain, write_run, write_sweep
+from support.run_folders import (
+    anchor,
+    history,
+    score,
+    search,
+    write_language_model,
+    write_plain,
+    write_run,
+    write_sweep,
+)
 
 import ewc_finetune
 

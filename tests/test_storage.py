@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from conftest import save_changed
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
+from support.files import save_changed
 
 import ewc_finetune as ewc
 from ewc_finetune.anchor.half_precision import decode, encode, rounded

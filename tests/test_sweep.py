@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Small, trained
 from hypothesis import given
 from hypothesis import strategies as st
-from run_folders import anchor as recorded_anchor
-from run_folders import score as recorded_score
-from run_folders import write_language_model, write_run
+from support.models import Small, trained
+from support.run_folders import anchor as recorded_anchor
+from support.run_folders import score as recorded_score
+from support.run_folders import write_language_model, write_run
 from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import Small, trained
+from support.models import Small, trained
 from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from notes import Notes
 from PIL import Image
+from support.notes import Notes
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision import models

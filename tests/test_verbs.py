@@ -7,7 +7,8 @@ import json
 
 import pytest
 import torch
-from conftest import Small, trained
+from support.domains import NEW, OLD, blobs
+from support.models import Small, trained
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,17 +26,6 @@ from ewc_finetune.errors import (
     UsageError,
 )
 from ewc_finetune.likelihood.registry import get_likelihood
-
-
-def blobs(shift=0.0, seed=0, n=120, classes=3):
-    """A little classification problem: points around as many centres as there are classes."""
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(0, classes, (n,), generator=generator)
-    centres = 3 * torch.randn(classes, 4, generator=torch.Generator().manual_seed(7))
-    return TensorDataset(centres[labels] + torch.randn(n, 4, generator=generator) + shift, labels)
-
-
-OLD, NEW = blobs(), blobs(shift=4.0, seed=1)
 
 
 @pytest.fixture
@@ -615,7 +605,9 @@ def test_an_anchor_that_the_lineage_knows_otherwise_is_remarked_on(tmp_path):
     model = trained(Small(), torch.float32)
     data = TensorDataset(torch.randn(12, 4), torch.arange(12) % 3)
     old = ewc.consolidate(model, data, output=tmp_path / "old.safetensors", name="old")
-    ewc.finetune(model, data, anchors=[old], output=tmp_path / "new.pt", architecture="conftest:Small", eval_on=[])
+    ewc.finetune(
+        model, data, anchors=[old], output=tmp_path / "new.pt", architecture="support.models:Small", eval_on=[]
+    )
     new = ewc.consolidate(tmp_path / "new.pt", data, output=tmp_path / "new.safetensors", name="new")
     other = ewc.consolidate(model, data, output=tmp_path / "other.safetensors", name="old", samples=5)
     told = "is not the anchor 'old' that had a part in the weights"

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import Small, trained
+from support.models import Small, trained
 from torch import nn
 
 import ewc_finetune as ewc

@@ -1,0 +1,15 @@
+"""An old and a new domain of little data."""
+
+import torch
+from torch.utils.data import TensorDataset
+
+
+def blobs(shift=0.0, seed=0, n=120, classes=3):
+    """A little classification problem: points around as many centres as there are classes."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, classes, (n,), generator=generator)
+    centres = 3 * torch.randn(classes, 4, generator=torch.Generator().manual_seed(7))
+    return TensorDataset(centres[labels] + torch.randn(n, 4, generator=generator) + shift, labels)
+
+
+OLD, NEW = blobs(), blobs(shift=4.0, seed=1)
