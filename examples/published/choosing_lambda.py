@@ -7,8 +7,8 @@ three ways of `--lambda auto`: by the tolerance of 2% alone, by a probe of 1,000
 are to be kept (`--retain 0.95`), and by the old data itself (`--select-on mnist`, its training images). Time is that of
 the whole command, in plain runs.
 
-    OMP_NUM_THREADS=1 python examples/choosing_lambda.py    about half an hour
-    python examples/choosing_lambda.py --quick              a few seconds, to see that it runs
+    OMP_NUM_THREADS=1 python examples/published/choosing_lambda.py    about half an hour
+    python examples/published/choosing_lambda.py --quick              a few seconds, to see that it runs
 
 Writes lambdas.md and lambdas.csv to --output (the folder choosing_lambda beside this file).
 """

@@ -6,8 +6,8 @@ indexes an N by N matrix where it means N entries, squares the mean over the bat
 estimator gets its own range of lambdas, and what is compared is the frontier: the score kept on MNIST against the
 score reached on Fashion-MNIST.
 
-    python examples/mnist_to_fmnist.py                      about 10 minutes on two cores
-    python examples/mnist_to_fmnist.py --quick              a few seconds, to see that it runs
+    python examples/published/mnist_to_fmnist.py                      about 10 minutes on two cores
+    python examples/published/mnist_to_fmnist.py --quick              a few seconds, to see that it runs
 
 Writes frontier.png, frontier.csv and frontier.md to --output (the folder mnist_to_fmnist beside this file).
 """

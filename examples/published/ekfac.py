@@ -4,7 +4,7 @@ K-FAC takes the products of its factors' eigenvalues for the curvature along the
 measures it there instead: the mean square of each sample's gradient in that basis, as many numbers as the layer has
 weights. Here both pull in one training loop, in the gradient form, on the network of mnist_to_fmnist.py, seed 0.
 
-    python examples/ekfac.py            about 6 minutes
+    python examples/published/ekfac.py            about 6 minutes
 
 Writes ekfac.md to --output (the folder ekfac beside this file).
 """

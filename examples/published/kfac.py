@@ -6,8 +6,8 @@ maps of 5 by 5, pooled, 64 hidden units); and a small transformer (16 patches of
 batch 100 and two epochs on each, Adam 1e-3 on MNIST and 3e-4 on Fashion-MNIST. The first two also show what is
 lost when the factors are cut and their eigenvectors stored in half precision.
 
-    python examples/kfac.py --settings notebook           about 25 minutes; all four take two hours
-    python examples/kfac.py --quick                       a minute, to see that it runs
+    python examples/published/kfac.py --settings notebook           about 25 minutes; all four take two hours
+    python examples/published/kfac.py --quick                       a minute, to see that it runs
 
 Writes a CSV for each setting, and of what is there frontiers.md, frontiers.png and ranks.md, to --output (the folder
 kfac beside this file).
@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 import ewc_finetune as ewc
 from ewc_finetune.checkpoint.builtin_models import MLP
-from ewc_finetune.reporting.plots import save_figure
 
 DIAGONAL, EXPAND, REDUCE = "diagonal", "K-FAC, expand", "K-FAC, reduce"
 KFAC = "K-FAC"
@@ -292,7 +291,7 @@ def draw(found: dict[str, list[Point]], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize=8, loc="lower left")
-    save_figure(path, figure)
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

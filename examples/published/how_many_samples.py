@@ -5,8 +5,8 @@ the training images; each of them holds the network while it learns Fashion-MNIS
 standard error of the trace that the pass itself reports, how far the diagonal is from that of all images (one minus the
 cosine of the angle between them), and the accuracies after the fine-tune.
 
-    python examples/how_many_samples.py                     about 4 minutes on two cores
-    python examples/how_many_samples.py --quick             a few seconds, to see that it runs
+    python examples/published/how_many_samples.py                     about 4 minutes on two cores
+    python examples/published/how_many_samples.py --quick             a few seconds, to see that it runs
 
 Writes samples.md to --output (the folder how_many_samples beside this file).
 """

@@ -7,8 +7,8 @@ model draws itself, for which no text is needed at all; and by K-FAC. Each penal
 shows the one with the least mean of both log-perplexities on the validation parts. All that is shown is measured on the
 test parts. A file, or topic, is in one part alone. One seed.
 
-    OMP_NUM_THREADS=1 python examples/language_model.py     about 40 minutes
-    python examples/language_model.py --quick               a quarter of a minute, to see that it runs
+    OMP_NUM_THREADS=1 python examples/published/language_model.py     about 40 minutes
+    python examples/published/language_model.py --quick               a quarter of a minute, to see that it runs
 
 Writes perplexity.md, frontier.csv and frontier.png to --output (the folder language_model beside this file). Needs the
 extra `transformers`.
@@ -40,7 +40,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 import ewc_finetune as ewc
-from ewc_finetune.reporting.plots import save_figure
 
 SOURCE, PROSE = "source code", "English prose"
 BEFORE, PLAIN, L2 = "before", "plain", "L2"
@@ -342,7 +341,7 @@ def draw(points: list[Point], path: Path) -> None:
     )
     readable(axes)
     axes.legend(frameon=False)
-    save_figure(path, figure)
+    figure.savefig(path, dpi=120)
 
 
 def readable(axes: Axes) -> None:

@@ -16,7 +16,6 @@ from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
 from ewc_finetune.data.sources import load_domain
-from ewc_finetune.reporting.plots import save_figure
 
 
 class Task(NamedTuple):
@@ -217,4 +216,4 @@ def draw_means(panels: dict[str, dict[str, list[Result]]], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize=8)
-    save_figure(path, figure)
+    figure.savefig(path, dpi=120)

@@ -10,11 +10,11 @@ kept (offline) or merged into one anchor in either way. Fifty tasks with two hid
 three epochs of SGD 0.05 with momentum and four of 0.005, in the proximal form: plain, the diagonal, and K-FAC blocks,
 merged into one anchor after each task.
 
-    python examples/permuted_mnist.py --settings three              about 30 minutes
-    python examples/permuted_mnist.py --settings ten                about an hour; --seeds 0 takes half of it
-    python examples/permuted_mnist.py --settings adam --seeds 0     about 40 minutes
-    python examples/permuted_mnist.py --settings fifty --seeds 0    about an hour
-    python examples/permuted_mnist.py --quick                       a minute, to see that it runs
+    python examples/published/permuted_mnist.py --settings three              about 30 minutes
+    python examples/published/permuted_mnist.py --settings ten                about an hour; --seeds 0 takes half of it
+    python examples/published/permuted_mnist.py --settings adam --seeds 0     about 40 minutes
+    python examples/published/permuted_mnist.py --settings fifty --seeds 0    about an hour
+    python examples/published/permuted_mnist.py --quick                       a minute, to see that it runs
 
 Writes a CSV, a table and a figure for each setting to --output (the folder permuted_mnist beside this file).
 """

@@ -6,8 +6,8 @@ measured on ten probes of each size, drawn from MNIST's training images as `cons
 compared with the truth on MNIST's 10,000 test images: the share of its answers that are unchanged, and its accuracy as
 a share of what it was.
 
-    OMP_NUM_THREADS=1 python examples/probes.py             about 10 minutes
-    python examples/probes.py --quick                       a few seconds, to see that it runs
+    OMP_NUM_THREADS=1 python examples/published/probes.py             about 10 minutes
+    python examples/published/probes.py --quick                       a few seconds, to see that it runs
 
 Writes probes.md, probes.csv and probes.png to --output (the folder probes beside this file).
 """

@@ -7,8 +7,8 @@ offline EWC (an anchor stacked for each task) and online EWC (one running anchor
 on the first seed, and under the best of them on all: best by the mean accuracy at the end, which
 flatters every method alike.
 
-    python examples/split_mnist.py                          about 20 minutes on two cores
-    python examples/split_mnist.py --quick                  a few seconds, to see that it runs
+    python examples/published/split_mnist.py                          about 20 minutes on two cores
+    python examples/published/split_mnist.py --quick                  a few seconds, to see that it runs
 
 Writes split.csv, split.md and split.png to --output (the folder split_mnist beside this file).
 """

@@ -4,8 +4,8 @@ The network is 1-100-100-100-100-1 and the loss the squared error (the gaussian 
 of the axis and is never seen again. With the anchors of all earlier tasks stacked the network keeps every stretch;
 without, only the last, and under plain L2 (every weight alike, the best of three lambdas) not all.
 
-    python examples/offline_regression.py                   about a minute on two cores
-    python examples/offline_regression.py --quick           a few seconds, to see that it runs
+    python examples/published/offline_regression.py                   about a minute on two cores
+    python examples/published/offline_regression.py --quick           a few seconds, to see that it runs
 
 Writes data.png, losses.png, fits.png and losses.md to --output (the folder offline_regression beside this file).
 """
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
-from ewc_finetune.reporting.plots import save_figure
 
 EDGES = (-4.0, -2.0, 0.0, 2.0, 4.0)
 PLAIN, L2, EWC = "plain", "L2", "offline EWC"
@@ -147,7 +146,7 @@ def draw_data(tasks: list[TensorDataset], path: Path) -> None:
     axes.legend(frameon=False, ncols=5, fontsize=8, loc="upper left")
     axes.set_ylim(-2.2, 2.9)
     axes.spines[["top", "right"]].set_visible(False)
-    save_figure(path, figure)
+    figure.savefig(path, dpi=120)
 
 
 def draw_losses(runs: dict[str, Run], epochs: int, path: Path) -> None:
@@ -162,7 +161,7 @@ def draw_losses(runs: dict[str, Run], epochs: int, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("mean squared error")
     figure.axes[0].legend(frameon=False, fontsize=8)
-    save_figure(path, figure)
+    figure.savefig(path, dpi=120)
 
 
 def draw_fits(runs: dict[str, Run], tasks: list[TensorDataset], path: Path) -> None:
@@ -180,7 +179,7 @@ def draw_fits(runs: dict[str, Run], tasks: list[TensorDataset], path: Path) -> N
             axes.set_ylim(-2.5, 2.5)
             axes.set_title(f"{name}, after task {number + 1}", fontsize=9)
             axes.spines[["top", "right"]].set_visible(False)
-    save_figure(path, figure)
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":
