@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support.files import save_changed
+from support.files import metadata_of, record_of, save_changed
 
 from ewc_finetune import Provenance
 from ewc_finetune.anchor.anchor import Anchor
@@ -26,14 +26,7 @@ def make(**changes):
 
 def rewrite(path, tensors=None, **metadata):
     """Change an anchor file behind the package's back."""
-    with safe_open(path, "pt") as file:
-        old = file.metadata()
-    save_changed(tensors or load_file(path), path, {**old, **metadata})
-
-
-def document(path):
-    with safe_open(path, "pt") as file:
-        return json.loads(file.metadata()["anchor"])
+    save_changed(tensors or load_file(path), path, {**metadata_of(path), **metadata})
 
 
 def test_round_trip(tmp_path):
@@ -172,7 +165,7 @@ def test_a_newer_version_is_refused_by_name(tmp_path):
 def test_unknown_keys_are_ignored_with_a_remark(tmp_path):
     path = tmp_path / "a.safetensors"
     make().save(path)
-    rewrite(path, {**load_file(path), "mood.x": torch.ones(1)}, anchor=json.dumps({**document(path), "colour": "red"}))
+    rewrite(path, {**load_file(path), "mood.x": torch.ones(1)}, anchor=json.dumps({**record_of(path), "colour": "red"}))
     (remark,) = Anchor.load(path).remarks
     assert "colour, mood.x" in remark
 
@@ -201,7 +194,7 @@ def test_unknown_keys_are_ignored_with_a_remark(tmp_path):
 def test_a_document_that_contradicts_the_format(tmp_path, key, value, message):
     path = tmp_path / "a.safetensors"
     make().save(path)
-    rewrite(path, anchor=json.dumps({**document(path), key: value}))
+    rewrite(path, anchor=json.dumps({**record_of(path), key: value}))
     with pytest.raises(AnchorError, match=message):
         Anchor.load(path)
     for broken in ("{not json", "[" * 100_000):

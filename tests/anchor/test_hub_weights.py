@@ -1,6 +1,5 @@
 """Anchors whose weights are on the Hub: fetched from there, by their digests."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support.files import save_changed
+from support.files import change_anchor
 from support.models import Small, trained
 from support.transformers_models import bert, reviews, saved
 
@@ -230,13 +229,7 @@ def test_what_cannot_refer(plain, data, small, tmp_path, hub):
 
 def changed(anchor, path, change):
     """Rewrite an anchor's record of its weights."""
-    tensors = load_file(anchor.path)
-    with safe_open(anchor.path, framework="pt") as file:
-        metadata = file.metadata()
-    document = json.loads(metadata["anchor"])
-    change(document["weights_reference"], tensors)
-    save_changed(tensors, path, metadata | {"anchor": json.dumps(document)})
-    return path
+    return change_anchor(anchor.path, lambda record, tensors: change(record["weights_reference"], tensors), path)
 
 
 def moved(**values):

@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.files import save_changed
+from support.files import change_anchor
 from torch import nn
 
 from ewc_finetune import __version__
@@ -257,13 +257,10 @@ def test_anchors_of_different_models_are_refused(ewc_ft, start):
 
 
 def test_a_negative_fisher_in_a_file_is_refused(ewc_ft, start):
-    from safetensors import safe_open
+    def negate(_, tensors):
+        tensors["fisher.head.bias"][0] = -1
 
-    with safe_open("model.anchor.safetensors", "pt") as file:
-        metadata = file.metadata()
-    tensors = load_file("model.anchor.safetensors")
-    tensors["fisher.head.bias"][0] = -1
-    save_changed(tensors, "bad.safetensors", metadata)
+    change_anchor("model.anchor.safetensors", negate, "bad.safetensors")
     assert (
         "fisher.head.bias holds negative"
         in ewc_ft("finetune", "--anchors", "bad.safetensors", "--data", NEW, expect=1).stderr

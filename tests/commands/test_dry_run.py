@@ -4,16 +4,11 @@ import json
 
 import pytest
 import torch
+from support.domains import noise
 from support.models import Small, trained
-from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
 from ewc_finetune.errors import StorageError, UsageError
-
-
-def data(samples=40):
-    generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(samples, 4, generator=generator), torch.arange(samples) % 3)
 
 
 def state_of(model):
@@ -26,7 +21,7 @@ def test_consolidation(tmp_path, curvature):
     before, state = state_of(model), torch.get_rng_state()
     options = {"curvature": curvature, "batch_size": 10, "output": tmp_path / "a.safetensors"}
     samples = {} if curvature == "identity" else {"samples": 35}
-    found = ewc.dry_run(ewc.consolidate, model, data(), **samples, **options)
+    found = ewc.dry_run(ewc.consolidate, model, noise(), **samples, **options)
     assert found.work == {"samples": samples.get("samples", 0)}
     assert found.files == (tmp_path / "a.safetensors",)
     assert found.seconds > 0
@@ -34,14 +29,14 @@ def test_consolidation(tmp_path, curvature):
     assert not list(tmp_path.iterdir())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
-    assert ewc.dry_run(ewc.consolidate, model, data(), samples="auto", batch_size=10).seconds is None
+    assert ewc.dry_run(ewc.consolidate, model, noise(), samples="auto", batch_size=10).seconds is None
 
 
 @pytest.mark.parametrize("norm_stats", ["frozen", "update"])
 def test_finetuning(tmp_path, norm_stats):
     """The model is as it was, and a run after it is what it would have been."""
     model = trained(Small(), torch.float32)
-    anchor = ewc.consolidate(model, data())
+    anchor = ewc.consolidate(model, noise())
     before = state_of(model)
     gradients = [torch.ones_like(p) for p in model.parameters()]
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
@@ -52,8 +47,8 @@ def test_finetuning(tmp_path, norm_stats):
         norm.seen += output.detach().mean(0)
 
     hook = model.norm.register_forward_hook(see)
-    options = {"anchors": anchor, "lr": 0.1, "batch_size": 10, "norm_stats": norm_stats, "eval_on": [data()]}
-    found = ewc.dry_run(ewc.finetune, model, data(), epochs=5, output=tmp_path / "m.pt", **options)
+    options = {"anchors": anchor, "lr": 0.1, "batch_size": 10, "norm_stats": norm_stats, "eval_on": [noise()]}
+    found = ewc.dry_run(ewc.finetune, model, noise(), epochs=5, output=tmp_path / "m.pt", **options)
     assert found.work == {"steps": 20}
     assert found.files == (tmp_path / "m.pt", tmp_path / "m.run")
     assert found.seconds > 0
@@ -67,7 +62,7 @@ def test_finetuning(tmp_path, norm_stats):
         parameter.grad = None
     untouched = trained(Small(), torch.float32)
     for one in (model, untouched):
-        ewc.finetune(one, data(), epochs=1, **options)
+        ewc.finetune(one, noise(), epochs=1, **options)
     for name, tensor in untouched.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor)
 
@@ -91,7 +86,7 @@ def test_no_more_is_tried_than_done_when_consolidating(size, options, curvature)
     for verb in (ewc.consolidate, lambda *given, **more: ewc.dry_run(ewc.consolidate, *given, **more)):
         model = trained(Small(), torch.float32)
         counted = Counted(model)
-        verb(model, data(size), batch_size=10, curvature=curvature, **options)
+        verb(model, noise(size), batch_size=10, curvature=curvature, **options)
         seen.append(counted.seen)
     assert seen[1] <= seen[0]
 
@@ -102,7 +97,7 @@ def test_no_more_is_tried_than_done_when_fine_tuning(size):
     for verb in (ewc.finetune, lambda *given, **more: ewc.dry_run(ewc.finetune, *given, **more)):
         model = trained(Small(), torch.float32)
         counted = Counted(model)
-        verb(model, data(size), batch_size=10, epochs=1, eval_on=[data(size)])
+        verb(model, noise(size), batch_size=10, epochs=1, eval_on=[noise(size)])
         seen.append(counted.seen)
     assert seen[1] <= seen[0]
 
@@ -110,7 +105,7 @@ def test_no_more_is_tried_than_done_when_fine_tuning(size):
 def test_what_a_short_pass_takes_is_estimated_from_one_batch():
     model = trained(Small(), torch.float32)
     for size in (7, 30, 60, 300):
-        found = ewc.dry_run(ewc.consolidate, model, data(size), batch_size=10)
+        found = ewc.dry_run(ewc.consolidate, model, noise(size), batch_size=10)
         assert found.work == {"samples": size}
         assert 0 < found.seconds < 60
 
@@ -118,7 +113,7 @@ def test_what_a_short_pass_takes_is_estimated_from_one_batch():
 def test_a_new_head_is_taken_off_again():
     model = trained(Small(), torch.float32)
     head = model.last
-    found = ewc.dry_run(ewc.finetune, model, data(), head="new", eval_on=[])
+    found = ewc.dry_run(ewc.finetune, model, noise(), head="new", eval_on=[])
     assert found.work == {"steps": 4}
     assert model.last is head
 
@@ -128,7 +123,7 @@ def test_data_without_a_length():
 
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
-            return zip(*data().tensors, strict=True)
+            return zip(*noise().tensors, strict=True)
 
     model = trained(Small(), torch.float32)
     assert ewc.dry_run(ewc.finetune, model, batches, epochs=3, eval_on=[]).work == {"steps": 12}
@@ -141,9 +136,9 @@ def test_what_would_go_wrong_is_said(tmp_path):
     model = trained(Small(), torch.float32)
     (tmp_path / "m.run").mkdir()
     with pytest.raises(StorageError, match="the run folder .* exists"):
-        ewc.dry_run(ewc.finetune, model, data(), output=tmp_path / "m.pt")
+        ewc.dry_run(ewc.finetune, model, noise(), output=tmp_path / "m.pt")
     with pytest.raises(UsageError, match="draws is 0"):
-        ewc.dry_run(ewc.consolidate, model, data(), draws=0)
+        ewc.dry_run(ewc.consolidate, model, noise(), draws=0)
 
 
 def test_the_command_line(ewc_ft, tmp_path):

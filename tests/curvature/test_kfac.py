@@ -1,15 +1,13 @@
 """K-FAC blocks: their factors against slow float64 references and curvlinops, and what they pull with."""
 
-import json
 import warnings
 from dataclasses import replace
 
 import pytest
-import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.files import save_changed
+from support.files import change_anchor
 from support.kronecker import dense, make_anchor, psd, whole
 from support.models import trained
 from torch import nn
@@ -668,15 +666,8 @@ def test_records_of_blocks_that_do_not_fit(tmp_path):
     model = trained(dense(), torch.float32)
     path = make_anchor(model, 0).save(tmp_path / "a.safetensors").path
 
-    def changed(name, change, drop=()):
-        with safetensors.safe_open(path, "pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys() if key not in drop}  # noqa: SIM118
-            metadata = file.metadata()
-        document = json.loads(metadata["anchor"])
-        change(document["kfac"], tensors)
-        metadata["anchor"] = json.dumps(document)
-        save_changed(tensors, tmp_path / name, metadata)
-        return tmp_path / name
+    def changed(name, change):
+        return change_anchor(path, lambda record, tensors: change(record["kfac"], tensors), tmp_path / name)
 
     for bias in ("4.bias", "0.weight"):
         wrong = changed("b.safetensors", lambda records, _, bias=bias: records[0].update(bias=bias))

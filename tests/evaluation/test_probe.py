@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.domains import NEW, OLD
-from support.files import save_changed
+from support.files import record_of, save_changed
 from support.models import Small, trained
 from support.notes import Notes
 from support.transformers_models import bert, corpus, llama, masked, reviews, saved
@@ -472,22 +472,16 @@ def test_an_anchor_without_probes_is_what_it_was(probed, tmp_path):
     torch.manual_seed(0)
     never = ewc.consolidate(MLP(4, 8, 3), OLD, output=tmp_path / "c.safetensors")
     assert plain.digest == never.digest  # and so the probe has no part in the Fisher
-    with safe_open(plain.path, "pt") as file:
-        assert "probes" not in json.loads(file.metadata()["anchor"])
-        assert not any(name.startswith("probe") for name in list(file.keys()))
+    assert "probes" not in record_of(plain.path)
+    assert not any(name.startswith("probe") for name in load_file(plain.path))
     assert Anchor.load(plain.path).probes == ()
     assert not Anchor.open(plain.path).probes
-
-
-def document(path):
-    with safe_open(path, "pt") as file:
-        return json.loads(file.metadata()["anchor"])
 
 
 def tamper(path, tensors=(), record=None, probes=None):
     """Change tensors (None takes one away) and the record of the probe behind the package's back."""
     known = {**load_file(path), **dict(tensors)}
-    provenance = document(path)
+    provenance = record_of(path)
     if probes is not None:
         provenance["probes"] = probes
     elif record is not None:

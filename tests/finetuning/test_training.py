@@ -12,6 +12,7 @@ import time
 
 import pytest
 import torch
+from support.notes import Notes
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -24,7 +25,6 @@ from ewc_finetune.finetuning.observer import RunObserver
 from ewc_finetune.finetuning.schedule import Schedule
 from ewc_finetune.likelihood.active import Active
 from ewc_finetune.likelihood.registry import get_likelihood
-from ewc_finetune.progress import Silent
 from ewc_finetune.runs.folder import RunFolder, lock
 
 MLP = "mlp?in_features=4&hidden=16&num_classes=3&batch_norm=false"
@@ -174,14 +174,10 @@ def test_a_step_that_overflows_is_skipped(monkeypatch):
     with pytest.raises(NonFiniteError, match="none of 5 steps was taken, for every gradient overflowed in fp16"):
         tuned(of=start, amp="fp16", epochs=1, anchors=anchor, lambdas=1e6)
     assert torch.equal(before, weights(start))  # five halvings of that scale are not enough
-    notes = []
-
-    class Notes(Silent):
-        note = staticmethod(notes.append)
-
-    done = tuned(of=start, amp="fp16", epochs=30, anchors=anchor, lambdas=1e6, progress=Notes())
+    notes = Notes()
+    done = tuned(of=start, amp="fp16", epochs=30, anchors=anchor, lambdas=1e6, progress=notes)
     assert weights(done.model).isfinite().all()
-    assert any(" of 150 steps were skipped, for gradients overflowed in fp16" in note for note in notes)
+    assert notes.about(" of 150 steps were skipped, for gradients overflowed in fp16")
 
 
 @pytest.mark.slow
@@ -397,13 +393,10 @@ def test_with_blocks_and_half_precision(form, dtype, tmp_path, monkeypatch, kill
 
 def test_what_may_have_changed_since(tmp_path, monkeypatch, killing):
     monkeypatch.chdir(tmp_path)
-    notes = []
-
-    class Notes(Silent):
-        note = staticmethod(notes.append)
+    notes = Notes()
 
     def run(**more):
-        return tuned(output="m.pt", architecture="x:Y", progress=Notes(), **more)
+        return tuned(output="m.pt", architecture="x:Y", progress=notes, **more)
 
     undo = killing(8)
     with pytest.raises(Killed):
@@ -416,8 +409,8 @@ def test_what_may_have_changed_since(tmp_path, monkeypatch, killing):
     assert (tmp_path / "m.run" / "state.pt").exists()
     done = run(resume="m.run", epochs=3, log_every=2)
     assert done.steps == 15
-    assert "going on with another option: epochs was 2, is 3" in notes
-    assert "going on after step 5" in notes
+    assert "going on with another option: epochs was 2, is 3" in notes.lines
+    assert "going on after step 5" in notes.lines
     with pytest.raises(StorageError, match="is finished; start another one from its checkpoint"):
         run(resume="m.run", epochs=3, log_every=2)
     with pytest.raises(StorageError, match="no run folder: there is no run.json in it"):

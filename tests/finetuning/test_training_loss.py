@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from support.models import Small, trained
+from support.notes import Notes
 from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
@@ -15,19 +16,7 @@ from ewc_finetune.checkpoint.open import open_fresh, open_model
 from ewc_finetune.data.domain import as_domain
 from ewc_finetune.finetuning.schedule import Schedule
 from ewc_finetune.finetuning.training_loss import training_loss
-from ewc_finetune.progress import Silent
 from ewc_finetune.storage.lazy_tensors import write_tensors
-
-
-class Notes(Silent):
-    def __init__(self):
-        self.said = []
-
-    def note(self, message):
-        self.said.append(message)
-
-    def of(self, word):
-        return [message for message in self.said if word in message]
 
 
 def blobs(samples=60):
@@ -60,14 +49,14 @@ def test_a_run_that_ends_worse_than_it_began_says_so_and_is_written(tmp_path):
     )  # fmt: skip
     assert done.training_loss.worse
     assert done.training_loss.ended > 10 * done.training_loss.began
-    (warning,) = notes.of("warning: the training loss ended worse than it began")
+    (warning,) = notes.about("warning: the training loss ended worse than it began")
     assert "--keep best keeps the best state, the start among them. Try a lower --lr" in warning
     assert "--lambda" not in warning
     assert json.loads((done.run / "run.json").read_text())["training_loss"] == vars(done.training_loss)
     assert (tmp_path / "m.pt").exists()
     good = ewc.finetune(trained(Small(), torch.float32), blobs(), lr=1e-2, eval_on=[], progress=(quiet := Notes()))
     assert not good.training_loss.worse
-    assert not quiet.of("warning")
+    assert not quiet.about("warning")
     assert ewc.finetune(trained(Small(), torch.float32), blobs(), epochs=0, eval_on=[]).training_loss is None
 
 
@@ -86,8 +75,8 @@ def test_the_start_is_kept_where_nothing_is_better(tmp_path, written, dtype):
     assert (done.step, done.steps) == (0, 9)
     assert done.after == done.before
     assert all(torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
-    assert notes.of("no evaluation was better than the one before the first step: the start is kept")
-    assert notes.of("What is kept is the state of step 0, the best by its score")
+    assert notes.about("no evaluation was better than the one before the first step: the start is kept")
+    assert notes.about("What is kept is the state of step 0, the best by its score")
     if written:
         kept = torch.load(tmp_path / "m.pt", weights_only=True)
         assert all(torch.equal(kept[name], tensor) for name, tensor in start.items())

@@ -5,10 +5,10 @@ import json
 
 import pytest
 import torch
+from support.domains import noise
 from support.models import Small, trained
 from support.notes import Notes
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
 from ewc_finetune.curvature.options import ConsolidateOptions
@@ -16,11 +16,6 @@ from ewc_finetune.data.domain import as_domain
 from ewc_finetune.finetuning.options import FinetuneOptions
 from ewc_finetune.penalty.options import MergeOptions
 from ewc_finetune.runs import idle
-
-
-def made(samples=40):
-    generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(samples, 4, generator=generator), torch.arange(samples) % 3)
 
 
 def told(verb, *arguments, **options):
@@ -31,10 +26,10 @@ def told(verb, *arguments, **options):
 
 @pytest.fixture(scope="module")
 def anchor():
-    return ewc.consolidate(trained(Small(), torch.float32), made(), probe=20)
+    return ewc.consolidate(trained(Small(), torch.float32), noise(), probe=20)
 
 
-OLD = as_domain(made(), "old")
+OLD = as_domain(noise(), "old")
 PLAIN = {
     "momentum": ({"momentum": 0.5}, "only sgd has one, and the optimizer is adam"),
     "lambda": ({"lambdas": 3.0}, "without --anchors there is no penalty"),
@@ -53,13 +48,13 @@ PLAIN = {
 @pytest.mark.parametrize("name", PLAIN)
 def test_of_a_plain_run(name):
     options, why = PLAIN[name]
-    said = told(ewc.finetune, trained(Small(), torch.float32), made(), epochs=0, eval_on=[], **options)
+    said = told(ewc.finetune, trained(Small(), torch.float32), noise(), epochs=0, eval_on=[], **options)
     assert said == [f"--{name} does nothing: {why}"]
 
 
 def test_where_they_do_something_nothing_is_said(anchor, tmp_path):
     def run(**options):
-        said = told(ewc.finetune, trained(Small(), torch.float32), made(), epochs=0, eval_on=[], **options)
+        said = told(ewc.finetune, trained(Small(), torch.float32), noise(), epochs=0, eval_on=[], **options)
         assert not said
 
     run()
@@ -74,27 +69,27 @@ def test_where_they_do_something_nothing_is_said(anchor, tmp_path):
 def test_of_a_search_and_of_layers_that_are_not_there(anchor):
     torch.manual_seed(0)
     said = told(
-        ewc.finetune, trained(Small(), torch.float32), made(), anchors=anchor, lambdas="auto", tolerance=0.1,
+        ewc.finetune, trained(Small(), torch.float32), noise(), anchors=anchor, lambdas="auto", tolerance=0.1,
         retain=0.01, epochs=1, eval_on=[],
     )  # fmt: skip
     assert said == ["--tolerance does nothing: --lambda auto goes by --retain or --select-on"]
     bare = nn.Sequential(nn.Linear(4, 3))
-    assert told(ewc.finetune, bare, made(), norm_stats="frozen", epochs=0, eval_on=[]) == [
+    assert told(ewc.finetune, bare, noise(), norm_stats="frozen", epochs=0, eval_on=[]) == [
         "--norm-stats does nothing: the model has no normalisation layers"
     ]
 
 
 def test_of_consolidate_and_merge(anchor):
     model = trained(Small(), torch.float32)
-    assert told(ewc.consolidate, model, made(), rtol=0.1) == ["--rtol does nothing: it is for --samples auto"]
-    assert not told(ewc.consolidate, model, made(), rtol=0.5, samples="auto")
-    assert told(ewc.consolidate, model, made(), curvature="identity", rules=False) == [
+    assert told(ewc.consolidate, model, noise(), rtol=0.1) == ["--rtol does nothing: it is for --samples auto"]
+    assert not told(ewc.consolidate, model, noise(), rtol=0.5, samples="auto")
+    assert told(ewc.consolidate, model, noise(), curvature="identity", rules=False) == [
         "--no-rules does nothing: no gradient is taken for the curvature identity"
     ]
     whole = {"kfac_rank": "full", "kfac_dtype": "float32"}
     why = "--kfac-dtype does nothing: factors that are kept whole (--kfac-rank full) are in float32"
     notes = Notes()
-    blocks = ewc.consolidate(model, made(), curvature="kfac", progress=notes, **whole)
+    blocks = ewc.consolidate(model, noise(), curvature="kfac", progress=notes, **whole)
     assert notes.about("does nothing") == [why]
     assert told(ewc.merge, [blocks, blocks], **whole) == [why]
     assert told(ewc.merge, [anchor], lineage="latest") == ["--lineage does nothing: it is for several anchors"]

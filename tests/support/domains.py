@@ -1,4 +1,4 @@
-"""An old and a new domain of little data."""
+"""Domains of little data."""
 
 import torch
 from torch.utils.data import TensorDataset
@@ -10,6 +10,12 @@ def blobs(shift=0.0, seed=0, n=120, classes=3):
     labels = torch.randint(0, classes, (n,), generator=generator)
     centres = 3 * torch.randn(classes, 4, generator=torch.Generator().manual_seed(7))
     return TensorDataset(centres[labels] + torch.randn(n, 4, generator=generator) + shift, labels)
+
+
+def noise(samples=40):
+    """Four numbers in, and labels that have nothing to do with them."""
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(samples, 4, generator=generator), torch.arange(samples) % 3)
 
 
 OLD, NEW = blobs(), blobs(shift=4.0, seed=1)

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.models import Small, trained
+from support.notes import Notes
 from support.run_folders import anchor as recorded_anchor
 from support.run_folders import score as recorded_score
 from support.run_folders import write_language_model, write_run
@@ -22,7 +23,6 @@ from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
 from ewc_finetune.errors import EwcError, StorageError, UsageError
-from ewc_finetune.progress import Silent
 from ewc_finetune.reporting.frontier import knee, pareto
 from ewc_finetune.reporting.measures import NOTHING
 from ewc_finetune.reporting.outcome import outcome_of
@@ -51,14 +51,6 @@ def job():
         "lambdas": [1, 100], "epochs": 1, "lr": 1e-2, "batch_size": 20,
         "eval_on": {"old": blobs(0), "new": blobs(1, shift=1)},
     }  # fmt: skip
-
-
-class Notes(Silent):
-    def __init__(self):
-        self.said = []
-
-    def note(self, message):
-        self.said.append(message)
 
 
 def swept(job, output, data=None, **changes):
@@ -212,7 +204,7 @@ def test_a_sweep(job, tmp_path):
     )
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert [(p.strength, p.finished) for p in done.tradeoff.positions] == [(0, 2), (1, 2), (100, 2)]
-    assert "6 runs: 6 to make, 0 to go on with, 0 done" in notes.said
+    assert "6 runs: 6 to make, 0 to go on with, 0 done" in notes.lines
     # A run is what finetune makes of the same options.
     again = trained(Small(), torch.float32)
     again.load_state_dict(before)
@@ -239,10 +231,10 @@ def test_called_again(job, tmp_path):
     made = {name: (folder / f"{name}.run" / "run.json").read_bytes() for name in names(folder)}
     notes = Notes()
     assert swept(job, folder, progress=notes).document == first.document
-    assert "3 runs: 0 to make, 0 to go on with, 3 done" in notes.said
+    assert "3 runs: 0 to make, 0 to go on with, 3 done" in notes.lines
     # More lambdas are added, and those that were there count with them.
     more = swept(job, folder, lambdas=[10, 100, 100.0], plain=False, progress=notes)
-    assert "2 runs: 1 to make, 0 to go on with, 1 done" in notes.said
+    assert "2 runs: 1 to make, 0 to go on with, 1 done" in notes.lines
     assert [p.strength for p in more.tradeoff.positions] == [0, 1, 10, 100]
     assert all((folder / f"{name}.run" / "run.json").read_bytes() == text for name, text in made.items())
     # Other options are refused wherever they differ, and replaced if that is asked for.
@@ -256,7 +248,7 @@ def test_called_again(job, tmp_path):
     # Those that nobody asked to be made again stay, and have no part in the table.
     assert names(folder) == sorted([*made, "anchor-data-lambda-10", "anchor-data-lambda-7"])
     assert [p.strength for p in done.tradeoff.positions] == [0, 7]
-    assert any(note.startswith("left out, for they were made with other options: ") for note in notes.said)
+    assert any(note.startswith("left out, for they were made with other options: ") for note in notes.lines)
     # A checkpoint that is gone is made again, and somebody else's file is not written over.
     (folder / "anchor-data-lambda-7.pt").unlink()
     swept(job, folder, epochs=2, lambdas=[7])
@@ -272,7 +264,7 @@ def test_nothing_is_discarded_where_what_counts_is_gone(job, tmp_path):
     for path in folder.glob("*.pt"):
         path.unlink()
     swept(job, folder, lambdas=[1, 100], discard=True, progress=notes)
-    assert "are gone already; without --discard the sweep makes them again" in notes.said[-1]
+    assert "are gone already; without --discard the sweep makes them again" in notes.lines[-1]
 
 
 def test_fresh_weights_of_several_seeds(tmp_path):
@@ -286,7 +278,7 @@ def test_fresh_weights_of_several_seeds(tmp_path):
             architecture, blobs(2, shift=1), anchors=tmp_path / "a.safetensors", lambdas=[1], seeds=[0, 1], epochs=1,
             eval_on={"old": blobs(1), "new": blobs(3, shift=1)}, output=tmp_path / "s", progress=notes,
         )  # fmt: skip
-    assert "4 runs: 0 to make, 0 to go on with, 4 done" in notes.said
+    assert "4 runs: 0 to make, 0 to go on with, 4 done" in notes.lines
 
 
 def test_stopped_and_killed_runs_go_on(job, tmp_path, monkeypatch):
@@ -304,13 +296,13 @@ def test_stopped_and_killed_runs_go_on(job, tmp_path, monkeypatch):
     notes = Notes()
     with pytest.raises(KeyboardInterrupt):
         swept(job, tmp_path / "s", epochs=3, progress=notes)
-    assert "the same command again goes on with it" in notes.said[-1]
+    assert "the same command again goes on with it" in notes.lines[-1]
     document = json.loads((tmp_path / "s" / "sweep.json").read_text())
     assert document["status"] == "interrupted"
     assert [run["status"] for run in document["runs"]] == ["finished", "waiting", "waiting"]
     (tmp_path / "s" / "anchor-data-lambda-100.run").mkdir()  # killed before it said anything
     swept(job, tmp_path / "s", epochs=3, progress=notes)
-    assert "3 runs: 1 to make, 1 to go on with, 1 done" in notes.said
+    assert "3 runs: 1 to make, 1 to go on with, 1 done" in notes.lines
     for point in whole.tradeoff.rows:
         one, other = (tmp_path / folder / f"{point.name}.pt" for folder in ("s", "whole"))
         assert one.read_bytes() == other.read_bytes()
@@ -338,7 +330,7 @@ def test_all_but_the_knee_is_discarded(job, tmp_path):
     assert len(names(tmp_path / "s")) == 6
     # What was discarded is not made again.
     swept(job, tmp_path / "s", seeds=[0, 1], discard=True, progress=notes)
-    assert "6 runs: 0 to make, 0 to go on with, 6 done" in notes.said
+    assert "6 runs: 0 to make, 0 to go on with, 6 done" in notes.lines
 
 
 def test_stacks_forms_and_probes(job, tmp_path):
