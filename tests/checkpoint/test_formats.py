@@ -4,17 +4,15 @@ import json
 import struct
 import subprocess
 import sys
-import warnings
 import zipfile
 from collections import OrderedDict
-from contextlib import contextmanager
 
 import pytest
 import safetensors.torch
 import torch
 import torchvision
 from support.files import Bomb
-from support.models import Small, trained
+from support.models import Small, example, outputs, quiet, trained
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -24,15 +22,6 @@ from ewc_finetune.checkpoint.builtin_models import MLP
 from ewc_finetune.checkpoint.open import load_checkpoint, open_model
 from ewc_finetune.errors import AnchorError, ArchitectureError, CheckpointError, StorageError, UsageError
 from ewc_finetune.evaluation.cost import host_peak
-
-
-@contextmanager
-def quiet():
-    """Without torch's remarks on its older interfaces."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
 
 # Ways to save a model, what its file is called, and how its own library reads it again.
 
@@ -155,16 +144,6 @@ def trained_images(model):
     torch.manual_seed(0)
     model.train()(torch.randn(8, 3, 32, 32))
     return model.eval()
-
-
-def example(model, samples):
-    torch.manual_seed(1)
-    return torch.randn(samples, 4) if isinstance(model, Small) else torch.randn(samples, 3, 32, 32)
-
-
-def outputs(model, inputs):
-    with torch.no_grad():
-        return model(inputs)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 import json
 import pickle
 import sys
-import warnings
-from contextlib import contextmanager
 
 import numpy as np
 import onnx
@@ -13,7 +11,7 @@ import pytest
 import torch
 import torchvision
 from onnx import TensorProto, helper, numpy_helper
-from support.models import Small, trained
+from support.models import Small, example, outputs, quiet, trained
 from support.notes import Notes
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -22,14 +20,6 @@ import ewc_finetune as ewc
 from ewc_finetune.checkpoint.file_format import detect
 from ewc_finetune.checkpoint.open import load_checkpoint, open_model
 from ewc_finetune.errors import ArchitectureError, CheckpointError
-
-
-@contextmanager
-def quiet():
-    """Without torch's remarks on its older interfaces."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def export(model, path, inputs, dynamo=False, **options):
@@ -48,11 +38,6 @@ def run(path, inputs):
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     (found,) = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
     return torch.from_numpy(found)
-
-
-def outputs(model, inputs):
-    with torch.no_grad():
-        return model(inputs)
 
 
 def save(path, nodes, constants, *, x=("batch", 4), y=("batch", 3), kind=TensorProto.FLOAT, opset=17, **options):
@@ -107,11 +92,6 @@ def resnet():
 
 def mobilenet():
     return lived_in(torchvision.models.mobilenet_v3_small(num_classes=5))
-
-
-def example(model, samples):
-    torch.manual_seed(1)
-    return torch.randn(samples, 4) if isinstance(model, Small) else torch.randn(samples, 3, 32, 32)
 
 
 @pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -1,14 +1,9 @@
-"""What a run says while it goes on, and where its options come from and go to."""
-
-import json
-import shutil
-import subprocess
+"""Where the options of a run come from, and where they go to."""
 
 import pytest
 
 import ewc_finetune as ewc
 from ewc_finetune.cli import main
-from ewc_finetune.cli.printer import Printer
 from ewc_finetune.errors import StorageError, UsageError
 from ewc_finetune.finetuning.options import FinetuneOptions
 from ewc_finetune.finetuning.request import asked
@@ -21,9 +16,6 @@ BASE = ("finetune", "--model", "mlp?hidden=16", "--data", "digits", "--output", 
 def option_names():
     """The options of `finetune`, by their long names."""
     return {max(option.opts, key=len).lstrip("-") for option in main.commands["finetune"].params}
-
-
-# Options
 
 
 def test_a_run_says_how_it_can_be_done_again(ewc_ft, tmp_path):
@@ -115,80 +107,3 @@ def test_a_run_of_a_module_has_no_command(tmp_path):
     run = read_run(done.run).document
     assert run["command"] is None
     assert run["options"]["model"] == "a MLP"
-
-
-# Where it is said
-
-
-def test_verbose_and_quiet(ewc_ft):
-    loud = ewc_ft(*BASE, "--epochs", 1, "--log-every", 5, "--verbose")
-    assert loud.stderr.count("step ") >= 4
-    assert "step 5: loss " in loud.stderr
-    assert "lr 0.0001" in loud.stderr
-    plain = ewc_ft(*BASE, "--epochs", 1, "--overwrite")
-    assert "step 5: loss" not in plain.stderr
-    assert " (epoch 1): digits 0." in plain.stderr
-    quiet = ewc_ft(*BASE, "--epochs", 1, "--overwrite", "--quiet", "--json")
-    assert quiet.stderr == ""
-    assert json.loads(quiet.stdout)["steps"] == 15
-
-
-def test_without_a_terminal_a_line_a_minute(monkeypatch, capsys):
-    times = iter([0.0, 30.0, 61.0, 70.0, 122.0])
-    monkeypatch.setattr("ewc_finetune.cli.printer.time.monotonic", lambda: next(times))
-    with Printer(quiet=False, verbose=False, as_json=False).bar("fine-tuning on digits", 4000, "step") as bar:
-        for _ in range(4):
-            bar.advance(500, loss=0.51234, penalty=0.1)
-    assert capsys.readouterr().err.splitlines() == [
-        "fine-tuning on digits: 1,000 of 4,000 steps (25%), 03:03 left, loss 0.512, penalty 0.1",
-        "fine-tuning on digits: 2,000 of 4,000 steps (50%), 02:02 left, loss 0.512, penalty 0.1",
-    ]
-
-
-def test_no_total_and_no_figures(monkeypatch, capsys):
-    monkeypatch.setattr("ewc_finetune.cli.printer._SECONDS_BETWEEN_LINES", 0.0)
-    with Printer(quiet=False, verbose=False, as_json=False).bar("Fisher", None, "sample") as bar:
-        bar.advance(1500)
-    with Printer(quiet=True, verbose=False, as_json=False).bar("Fisher", None, "sample") as bar:
-        bar.advance(1500)
-    assert capsys.readouterr().err == "Fisher: 1,500 samples\n"
-
-
-def test_tensorboard(ewc_ft, tmp_path):
-    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    ewc_ft(*BASE, "--epochs", 2, "--log-every", 5, "--tensorboard")
-    events = reading.EventAccumulator(str(tmp_path / "m.run" / "tensorboard")).Reload()
-    assert {"train/loss", "train/lr", "accuracy/digits", "loss/digits"} <= set(events.Tags()["scalars"])
-    lines = [line for line in read_run(tmp_path / "m.run").lines if "loss" in line]
-    found = [(event.step, event.value) for event in events.Scalars("train/loss")]
-    assert found == [(line["step"], pytest.approx(line["loss"])) for line in lines]
-
-
-def test_tensorboard_that_is_not_installed(ewc_ft, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard.writer", None)
-    result = ewc_ft(*BASE, "--tensorboard", expect=2)
-    assert "pip install 'ewc-finetune[tensorboard]'" in result.output
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion(ewc_ft, shell, tmp_path):
-    script = ewc_ft("completion", shell).output
-    assert "_EWC_FT_COMPLETE" in script
-    if shutil.which(shell) is None:
-        pytest.skip(f"there is no {shell} to read the script")
-    (tmp_path / "script").write_text(script)
-    subprocess.run([shell, "-n", str(tmp_path / "script")], check=True)
-
-
-def test_completing_choices():
-    from click.shell_completion import ShellComplete
-
-    def complete(*arguments):
-        words = ShellComplete(main, {}, "ewc-ft", "_EWC_FT_COMPLETE").get_completions(
-            list(arguments[:-1]), arguments[-1]
-        )
-        return [word.value for word in words]
-
-    assert complete("fine") == ["finetune"]
-    assert complete("finetune", "--decay", "") == ["constant", "cosine", "linear"]
-    assert "--patience" in complete("finetune", "--p")

@@ -1,4 +1,7 @@
-"""A small classifier, and weights that look lived in."""
+"""A small classifier, weights that look lived in, and what goes in and comes out of models."""
+
+import warnings
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -28,3 +31,22 @@ def trained(model, dtype=torch.float64, seed=0):
         if name.endswith("running_var"):
             buffer.data = buffer.data.abs() + 0.5
     return model.to(dtype).eval()
+
+
+def example(model, samples):
+    """Inputs for `Small`, or images."""
+    torch.manual_seed(1)
+    return torch.randn(samples, 4) if isinstance(model, Small) else torch.randn(samples, 3, 32, 32)
+
+
+def outputs(model, inputs):
+    with torch.no_grad():
+        return model(inputs)
+
+
+@contextmanager
+def quiet():
+    """Without torch's remarks on its older interfaces."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
