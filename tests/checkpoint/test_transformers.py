@@ -59,8 +59,10 @@ from ewc_finetune.likelihood.categorical import PerToken
 
 @pytest.fixture(autouse=True)
 def _silent():
-    """No bars of transformers between the dots."""
+    """No bars of transformers between the dots; it takes those of huggingface_hub away too, for good."""
     logging.disable_progress_bar()
+    yield
+    logging.enable_progress_bar()
 
 
 @pytest.fixture(autouse=True)
