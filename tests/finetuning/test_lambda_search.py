@@ -1,5 +1,6 @@
 """The strongest penalty within a tolerance, found on the new domain alone."""
 
+import functools
 import json
 import math
 from dataclasses import replace
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.domains import corners
 from support.models import Small, trained
 from support.notes import Notes
 from torch import nn
@@ -177,12 +179,7 @@ def test_a_scale_that_cannot_be_told(cost, gain):
     assert math.isfinite(found.strength)
 
 
-def blobs(seed, samples=200, shift=0.0):
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.arange(samples) % 3
-    inputs = torch.randn(samples, 4, generator=generator) * 0.5
-    inputs[torch.arange(samples), (labels + int(shift)) % 4] += 2
-    return TensorDataset(inputs, labels)
+blobs = functools.partial(corners, samples=200)
 
 
 def test_what_is_chosen_by_is_not_trained_on():

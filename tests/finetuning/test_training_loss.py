@@ -1,9 +1,11 @@
 """A run that did harm says so, a start that nothing bettered is kept, and a short run has a log too."""
 
+import functools
 import json
 
 import pytest
 import torch
+from support.domains import corners
 from support.models import Small, trained
 from support.notes import Notes
 from torch.utils.data import TensorDataset
@@ -18,13 +20,7 @@ from ewc_finetune.finetuning.schedule import Schedule
 from ewc_finetune.finetuning.training_loss import training_loss
 from ewc_finetune.storage.lazy_tensors import write_tensors
 
-
-def blobs(samples=60):
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.arange(samples) % 3
-    inputs = torch.randn(samples, 4, generator=generator) * 0.3
-    inputs[torch.arange(samples), labels] += 2
-    return TensorDataset(inputs, labels)
+blobs = functools.partial(corners, noise=0.3)
 
 
 def lines(*losses):

@@ -12,6 +12,15 @@ def blobs(shift=0.0, seed=0, n=120, classes=3):
     return TensorDataset(centres[labels] + torch.randn(n, 4, generator=generator) + shift, labels)
 
 
+def corners(seed=0, samples=60, shift=0, noise=0.5):
+    """Three classes, each around a corner of its own among four; a shift moves them on by so many corners."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(samples) % 3
+    inputs = noise * torch.randn(samples, 4, generator=generator)
+    inputs[torch.arange(samples), (labels + shift) % 4] += 2
+    return TensorDataset(inputs, labels)
+
+
 def noise(samples=40):
     """Four numbers in, and labels that have nothing to do with them."""
     generator = torch.Generator().manual_seed(0)

@@ -14,12 +14,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.domains import corners as blobs
 from support.models import Small, trained
 from support.notes import Notes
 from support.run_folders import anchor as recorded_anchor
 from support.run_folders import score as recorded_score
 from support.run_folders import write_language_model, write_run
-from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
 from ewc_finetune.errors import EwcError, StorageError, UsageError
@@ -32,14 +32,6 @@ from ewc_finetune.specs.ranges import read_lambdas, read_seeds
 
 OLD, NEW = "digits?limit=300", "digits?rotate=90&limit=300"
 EVAL = ("--eval", "digits?limit=50", "--eval", "digits?rotate=90&limit=50")
-
-
-def blobs(seed, samples=60, shift=0):
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.arange(samples) % 3
-    inputs = torch.randn(samples, 4, generator=generator) * 0.5
-    inputs[torch.arange(samples), (labels + shift) % 4] += 2
-    return TensorDataset(inputs, labels)
 
 
 @pytest.fixture(scope="module")
