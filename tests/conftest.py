@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import save_file
-from torch import nn
+from support.models import Small, trained
 from torch.utils.data import TensorDataset
 
 from ewc_finetune.cli import main
 from ewc_finetune.curvature.engine import Engine
-from ewc_finetune.storage.checksums import KEY as CHECKSUMS
 
 # A shell has what it starts in the background ignore Ctrl-C, and what that starts would ignore it too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -54,37 +52,6 @@ def hub(tmp_path, monkeypatch):
         yield server
         forget_clients()
     assert not server.errors, server.errors[0]
-
-
-def save_changed(tensors, path, metadata):
-    """Write a safetensors file as somebody would who changes one: the checksums in its metadata are left out."""
-    save_file(tensors, path, {name: text for name, text in metadata.items() if name != CHECKSUMS})
-
-
-class Small(nn.Module):
-    """A little of everything that a classifier may have: 4 numbers in, 3 classes out."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 6)
-        self.norm = nn.BatchNorm1d(6)
-        self.drop = nn.Dropout(0.5)
-        self.last = nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.last(self.drop(self.norm(self.first(x)).tanh()))
-
-
-def trained(model, dtype=torch.float64, seed=0):
-    """Give a model weights and statistics that look lived in."""
-    generator = torch.Generator().manual_seed(seed)
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.is_floating_point():
-            tensor.data = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-    for name, buffer in model.named_buffers():
-        if name.endswith("running_var"):
-            buffer.data = buffer.data.abs() + 0.5
-    return model.to(dtype).eval()
 
 
 @pytest.fixture

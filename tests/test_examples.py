@@ -1,18 +1,35 @@
 """The examples run as the README says."""
 
+import ast
 import csv
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support import ROOT
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 def run(script, *arguments):
     command = [sys.executable, "-W", "error", str(EXAMPLES / script), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def percentages(text):
+    return [float(value) for value in re.findall(r"([\d.]+)%", text)]
+
+
+@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda script: script.name)
+def test_a_short_program_knows_the_public_names_alone(script):
+    """What it imports is `ewc_finetune` itself, and no module within."""
+    for node in ast.walk(ast.parse(script.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) else []
+        assert not [name for name in names if name.startswith("ewc_finetune.")]
 
 
 @pytest.mark.slow
@@ -26,8 +43,38 @@ def test_demo(tmp_path):
 
 
 @pytest.mark.slow
+def test_own_loop():
+    plain, held = map(percentages, run("own_loop.py").splitlines())
+    assert held[0] > plain[0] + 30
+    assert held[1] > 80
+
+
+@pytest.mark.slow
+def test_domains_in_turn():
+    plain, *held = (percentages(line) for line in run("domains_in_turn.py").splitlines())
+    assert len(held) == 2
+    assert all(kept[0] > plain[0] + 20 and kept[1] > plain[1] + 40 for kept in held)
+
+
+@pytest.mark.slow
+def test_lambda_from_a_probe():
+    aim, unchanged, kept, _ = run("lambda_from_a_probe.py").splitlines()
+    assert percentages(unchanged)[0] >= 90
+    assert percentages(kept)[0] > 85, aim
+
+
+@pytest.mark.slow
+def test_command_line(tmp_path):
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["sh", str(EXAMPLES / "command_line.sh"), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "sweep" / "report.html").is_file()
+
+
+@pytest.mark.slow
 def test_mnist_to_fmnist(tmp_path, data_dir):
-    table = run("mnist_to_fmnist.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
+    table = run("published/mnist_to_fmnist.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
     assert "| published in the notebook | 0 | 0.281 | 0.862 | 0.572 |" in table
     rows = list(csv.DictReader((tmp_path / "frontier.csv").read_text().splitlines()))
     assert {row["penalty"] for row in rows} == {
@@ -43,14 +90,14 @@ def test_mnist_to_fmnist(tmp_path, data_dir):
 
 @pytest.mark.slow
 def test_how_many_samples(tmp_path, data_dir):
-    run("how_many_samples.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
+    run("published/how_many_samples.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
     rows = (tmp_path / "samples.md").read_text().splitlines()
     assert [row.split(" | ")[0] for row in rows[2:]] == ["| 50", "| 200", "| 500"]
 
 
 @pytest.mark.slow
 def test_probes(tmp_path, data_dir):
-    table = run("probes.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
+    table = run("published/probes.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
     assert "| lambda | accuracy kept | answers unchanged | probe of 64 | probe of 256 | probe of 1,000 |" in table
     rows = list(csv.DictReader((tmp_path / "probes.csv").read_text().splitlines()))
     assert len(rows) == 2 * 3 * 10
@@ -60,7 +107,7 @@ def test_probes(tmp_path, data_dir):
 
 @pytest.mark.slow
 def test_choosing_lambda(tmp_path, data_dir):
-    run("choosing_lambda.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
+    run("published/choosing_lambda.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
     rows = list(csv.DictReader((tmp_path / "lambdas.csv").read_text().splitlines()))
     assert len(rows) == 3 * (1 + 2 + 3)
     assert all(float(row["strength"]) > 0 for row in rows if row["way"].startswith("auto"))
@@ -68,14 +115,14 @@ def test_choosing_lambda(tmp_path, data_dir):
 
 @pytest.mark.slow
 def test_offline_regression(tmp_path):
-    table = run("offline_regression.py", "--quick", "--output", tmp_path)
+    table = run("published/offline_regression.py", "--quick", "--output", tmp_path)
     assert "| offline EWC, after all four |" in table
     assert {path.name for path in tmp_path.iterdir()} == {"data.png", "losses.png", "fits.png", "losses.md"}
 
 
 @pytest.mark.slow
 def test_permuted_mnist(tmp_path, data_dir):
-    table = run("permuted_mnist.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
+    table = run("published/permuted_mnist.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
     assert "| ten tasks, 512 hidden units: mean accuracy, % | after 1 |" in table
     rows = list(csv.DictReader((tmp_path / "ten.csv").read_text().splitlines()))
     proximal = {f"{name}, proximal" for name in ("L2", "EWC offline", "EWC online")}
@@ -88,7 +135,7 @@ def test_permuted_mnist(tmp_path, data_dir):
 
 @pytest.mark.slow
 def test_kfac(tmp_path, data_dir):
-    table = run("kfac.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
+    table = run("published/kfac.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
     assert "| 784-256-128-10, Adam 1e-4, 4 epochs | a diagonal, for comparison | 943,656 | | |" in table
     rows = list(csv.DictReader((tmp_path / "transformer.csv").read_text().splitlines()))
     assert {row["penalty"] for row in rows} == {"none", "diagonal", "K-FAC, expand", "K-FAC, reduce"}
@@ -97,13 +144,13 @@ def test_kfac(tmp_path, data_dir):
 
 @pytest.mark.slow
 def test_ekfac(tmp_path, data_dir):
-    table = run("ekfac.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
+    table = run("published/ekfac.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
     assert "| 1 | 0." in table
 
 
 @pytest.mark.slow
 def test_split_mnist(tmp_path, data_dir):
-    table = run("split_mnist.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
+    table = run("published/split_mnist.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
     assert "| published: EWC offline | 97.7 | 58.9 | 19.8 |" in table
     rows = list(csv.DictReader((tmp_path / "split.csv").read_text().splitlines()))
     assert {(row["setting"], row["method"]) for row in rows} == {
@@ -115,7 +162,8 @@ def test_split_mnist(tmp_path, data_dir):
 
 @pytest.mark.slow
 def test_language_model(tmp_path):
-    lines = run("language_model.py", "--quick", "--work", tmp_path / "work", "--output", tmp_path).splitlines()
+    command = ("published/language_model.py", "--quick", "--work", tmp_path / "work", "--output", tmp_path)
+    lines = run(*command).splitlines()
     assert "| perplexity | lambda | source code | English prose |" in lines
     rows = list(csv.DictReader((tmp_path / "frontier.csv").read_text().splitlines()))
     assert [row["method"] for row in rows] == [
@@ -131,17 +179,17 @@ def test_language_model(tmp_path):
     assert all(1 < prose < before < 300 for prose in after)
     assert (tmp_path / "frontier.png").is_file()
     # What is there is not made again, and gives the same.
-    again = run("language_model.py", "--quick", "--work", tmp_path / "work", "--output", tmp_path).splitlines()
+    again = run(*command).splitlines()
     assert again[-10:] == lines[-10:]
     assert not any(line.endswith(" s)") for line in again)
 
 
 def test_the_parts_of_the_texts_share_nothing():
-    sys.path.insert(0, str(EXAMPLES))
+    sys.path.insert(0, str(EXAMPLES / "published"))
     try:
         import language_model as example
     finally:
-        sys.path.remove(str(EXAMPLES))
+        sys.path.remove(str(EXAMPLES / "published"))
     for parts in (example.source_files(example.QUICK), example.prose(example.FULL)):
         paragraphs = {part: {p for text in texts for p in text.split("\n\n")} for part, texts in parts.items()}
         assert set(parts) == set(example.PARTS)

@@ -3,16 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from conftest import Small, trained
-from torch.utils.data import TensorDataset
+from support.domains import noise
+from support.models import Small, trained
 
 import ewc_finetune as ewc
 from ewc_finetune.errors import DataError, Mistakes, SeveralError, StorageError, UsageError
-
-
-def made():
-    generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(30, 4, generator=generator), torch.arange(30) % 3)
 
 
 def test_one_is_raised_as_it_is_and_several_together():
@@ -41,7 +36,7 @@ def test_consolidate(tmp_path, ewc_ft):
     for said in ("4 things are wrong:", "a.safetensors exists", "rtol is 7", "no data is called 'digit'", "gone.pt"):
         assert said in result
     with pytest.raises(StorageError, match="exists"):  # one alone is what it was
-        ewc.consolidate(trained(Small(), torch.float32), made(), output=tmp_path / "a.safetensors")
+        ewc.consolidate(trained(Small(), torch.float32), noise(), output=tmp_path / "a.safetensors")
 
 
 def test_finetune(tmp_path, ewc_ft):
@@ -49,7 +44,7 @@ def test_finetune(tmp_path, ewc_ft):
     (tmp_path / "m.run").mkdir()
     with pytest.raises(SeveralError) as wrong:
         ewc.finetune(
-            model, made(), output=tmp_path / "m.pt", patience=1, likelihood="poisson", penalty_form="elastic",
+            model, noise(), output=tmp_path / "m.pt", patience=1, likelihood="poisson", penalty_form="elastic",
             lambdas=[1.0, 2.0], eval_on=[],
         )  # fmt: skip
     said = str(wrong.value)

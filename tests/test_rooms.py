@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+from support import TESTS
+
 import ewc_finetune
 
 PACKAGE = Path(ewc_finetune.__file__).parent
@@ -76,3 +78,17 @@ def test_nothing_else_stands_at_the_door():
     files = {path.stem for path in PACKAGE.glob("*.py")}
     rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert files | rooms == DOORS | HEIGHT.keys()
+
+
+def test_the_tests_have_the_same_rooms():
+    assert {path.parent.name for path in TESTS.glob("*/test_*.py")} <= {"faults"} | HEIGHT.keys()
+
+
+def test_no_test_module_imports_another():
+    paths = list(TESTS.rglob("test_*.py"))
+    names = {path.stem for path in paths}
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            imported = [node.module] if isinstance(node, ast.ImportFrom) else []
+            imported += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not names & set(imported), f"{path.relative_to(TESTS)} imports {imported}; share it in tests/support"

@@ -243,13 +243,17 @@ HOSTILE_EXPORTS: dict[str, Callable[[Members, Path], Members]] = {
 }
 
 
+class Last(nn.Linear):
+    """A Linear that nothing else scripts: what torch calls the type of one depends on those scripted before it."""
+
+
 class SavesOnLoad(nn.Module):
     """Writes a file when it is loaded."""
 
     def __init__(self, mark: str) -> None:
         super().__init__()
         self.mark = mark
-        self.last = nn.Linear(4, 3)
+        self.last = Last(4, 3)
 
     def forward(self, x):
         return self.last(x)
@@ -259,7 +263,7 @@ class SavesOnLoad(nn.Module):
         return self.mark, self.last, self.training
 
     @torch.jit.export
-    def __setstate__(self, state: tuple[str, nn.Linear, bool]):
+    def __setstate__(self, state: tuple[str, Last, bool]):
         torch.save(torch.ones(1), state[0])
         self.mark = state[0]
         self.last = state[1]

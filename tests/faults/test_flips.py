@@ -5,8 +5,8 @@ import random
 import archives
 import pytest
 import torch
-from conftest import Small, trained
 from sizes import times
+from support.models import Small, trained
 from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
@@ -45,7 +45,7 @@ def originals(tmp_path_factory):
             safetensors.torch.save_file(dict(model.state_dict()), source)
         else:
             torch.save(model.state_dict(), source)
-        options = {"architecture": "conftest:Small", "epochs": 0, "eval_on": []}
+        options = {"architecture": "support.models:Small", "epochs": 0, "eval_on": []}
         ewc.finetune(source, data, output=folder / name, **options)
     return folder
 
