@@ -45,7 +45,7 @@ def _made(one: Field[Any], known: Option, name: str) -> Callable[[F], F]:
     """Return what adds one option."""
     names = [f"--{name}", *([f"-{known.short}"] if known.short else []), one.name]
     told = f"{known.help}  [default: {known.unless}]" if known.unless else known.help
-    if str(one.type) == "bool":
+    if str(one.type).startswith("bool"):
         flag = names if one.default is False else [f"--{name}/--no-{name}", one.name]
         shown = one.default is True and known.unless is None
         return click.option(

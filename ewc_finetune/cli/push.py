@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ewc_finetune.cli.command import Command
+from ewc_finetune.cli.declared import options_from
 from ewc_finetune.cli.options import printing_options
+from ewc_finetune.commands.push_options import PushOptions
 
 if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
@@ -16,19 +18,7 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @click.argument("anchor", type=click.Path())
 @click.argument("repository", metavar="ORG/NAME")
-@click.option("--private", is_flag=True, help="If the repository is made, let nobody else see it.")
-@click.option("--revision", metavar="BRANCH", help="Push to this branch, made unless it is there.  [default: main]")
-@click.option("--create-pr", is_flag=True, help="Open a pull request instead of changing the branch.")
-@click.option("--message", metavar="TEXT", help="Of the commit.  [default: Anchor NAME]")
-@click.option("--license", metavar="ID", help="For the card, as the Hub calls it (apache-2.0).  [default: none]")
-@click.option(
-    "--probes/--no-probes",
-    default=None,
-    help="Whether the samples of data in the anchor go along; must be said if there are any.",
-)
-@click.option(
-    "--max-shard-size", metavar="SIZE", default="5GB", show_default=True, help="Cut a larger anchor into parts."
-)
+@options_from(PushOptions)
 @printing_options
 def push(anchor: str, repository: str, printer: Printer, **options: Any) -> None:
     """Put ANCHOR on the Hugging Face Hub, with a model card that says what it is and how to use it.

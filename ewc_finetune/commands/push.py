@@ -16,6 +16,7 @@ from ewc_finetune.anchor.provenance import Provenance
 from ewc_finetune.anchor.summary import Inspection
 from ewc_finetune.checkpoint.formats.transformers_folder import HUB, address_of
 from ewc_finetune.commands.inspect import inspect
+from ewc_finetune.commands.push_options import PushOptions
 from ewc_finetune.errors import HubError, UsageError, few
 from ewc_finetune.hub.address import HubAddress, is_address, parse_address
 from ewc_finetune.hub.anchor_files import STEM
@@ -26,19 +27,17 @@ from ewc_finetune.model_card.card import updated_card
 from ewc_finetune.model_card.importance import largest
 from ewc_finetune.model_card.published import Published
 from ewc_finetune.model_card.text import REVISION
-from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.reporting.plots import draw_importance
+from ewc_finetune.specs.options import takes
 from ewc_finetune.storage.atomic import storage_errors
 from ewc_finetune.storage.shards import INDEX, cut, write_groups
 from ewc_finetune.storage.workspace import Workspace, recover
 
-# As the Hub shards models.
-LARGEST_SHARD = "5GB"
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _CARD = "README.md"
 _FIGURE = "anchor-importance.png"
 _PART = re.compile(rf"{STEM}-\d{{5}}-of-\d{{5}}\.safetensors")
-# How often it thinks again when somebody else was faster.
+# How often a push is prepared again because somebody else changed the branch in the meantime.
 _TRIES = 3
 
 
@@ -71,35 +70,15 @@ class Pushed:
         }
 
 
-def push(
-    anchor: Anchor | str | Path,
-    repository: str,
-    *,
-    private: bool = False,
-    revision: str | None = None,
-    create_pr: bool = False,
-    message: str | None = None,
-    license: str | None = None,  # noqa: A002 - what the Hub calls it
-    probes: bool | None = None,
-    max_shard_size: int | str = LARGEST_SHARD,
-    progress: Progress | None = None,
-) -> Pushed:
+@takes(PushOptions)
+def push(options: PushOptions) -> Pushed:
     """Put an anchor on the Hub with a model card, in one commit; there is none where nothing has changed.
 
     Of a card that is there already, only what this wrote before is renewed. Memory does not grow with an anchor that
     is a file.
 
     Args:
-        anchor: The anchor, or its file.
-        repository: `ORG/NAME`; made unless it is there.
-        private: Whether nobody else may see a repository that is made.
-        revision: The branch, made unless it is there; the default one unless given.
-        create_pr: Whether to open a pull request instead of changing the branch.
-        message: Of the commit.
-        license: What the card is to say of it, as the Hub calls it (`apache-2.0`).
-        probes: Whether the samples of data that are in the anchor go along; must be said if there are any.
-        max_shard_size: Bytes, or a text such as `5GB`, beyond which an anchor is cut into parts.
-        progress: Told what happens.
+        options: The anchor and the repository, and by their names the others of `PushOptions`.
 
     Raises:
         UsageError: for an option that cannot be.
@@ -108,14 +87,13 @@ def push(
             matter that cannot be read. The branch is then as it was.
         StorageError: if there is no room for the parts.
     """
-    progress = progress or Silent()
-    address = _target(repository, revision)
-    limit = parse_size(max_shard_size)
+    address = _target(options.repository, options.revision)
+    limit = parse_size(options.max_shard_size)
     scratch = Path(gettempdir())
-    recover(scratch, progress.note)
+    recover(scratch, options.progress.note)
     with Workspace(scratch) as space:
         folder = space.path
-        path = _as_file(anchor, probes, folder, progress)
+        path = _as_file(options, folder)
         found = inspect(path)
         source = open_source(path)
         if source.header.data <= limit and not path.name.endswith(INDEX):
@@ -129,43 +107,45 @@ def push(
             list(names)[-1],
             source.digest(),
             None if found.provenance.curvature == "identity" else _FIGURE,  # where all bars mean the same
-            license,
+            options.license,
             *_base_of(found.provenance),
         )
-        with _making(address, private, create_pr, progress):
+        with _making(address, options):
             for _ in range(_TRIES):
                 source.check_unchanged()
-                done = _push_once(names, found, place, folder, message, create_pr, probes, progress)
+                done = _push_once(names, found, place, folder, options)
                 if done is not None:
                     return done
     raise HubError(f"{address.repository} is changed by others again and again. Run the command again later")
 
 
 @contextlib.contextmanager
-def _making(address: HubAddress, private: bool, create_pr: bool, progress: Progress) -> Iterator[None]:
+def _making(address: HubAddress, options: PushOptions) -> Iterator[None]:
     """See to it that there is a repository inside the block, and say so if nothing comes into one that was made."""
     try:
         there = look_up_now(HubAddress(address.repository))
     except MissingRepositoryError as error:
-        if create_pr:
+        if options.create_pr:
             raise MissingRepositoryError(
                 f"{error}. A pull request is to one that is there; without it, one is made"
             ) from None
         there = None
     except UnreachableError as error:
         raise UnreachableError(f"nothing was pushed to {address.repository}: {error}") from None
-    if private and there is not None and there.private is False:
-        progress.note(f"{address.repository} was there already, and is public; --private is for one that is made")
+    if options.private and there is not None and there.private is False:
+        options.progress.note(
+            f"{address.repository} was there already, and is public; --private is for one that is made"
+        )
     made = False
     try:
-        if not create_pr:
-            make_repository(HubAddress(address.repository), private)
+        if not options.create_pr:
+            make_repository(HubAddress(address.repository), options.private)
             made = there is None
             make_branch(address)
         yield
     except BaseException:
         if made:
-            progress.note(
+            options.progress.note(
                 f"{address.repository} was made, and nothing was pushed to it: {endpoint()}/{address.repository}"
             )
         raise
@@ -176,10 +156,7 @@ def _push_once(
     found: Inspection,
     place: Published,
     folder: Path,
-    message: str | None,
-    create_pr: bool,
-    probes: bool | None,
-    progress: Progress,
+    options: PushOptions,
 ) -> Pushed | None:
     """Commit what the repository has not; None if somebody else was faster."""
     address = HubAddress(place.repository, place.revision)
@@ -196,14 +173,15 @@ def _push_once(
         removed.append(_FIGURE)
     done = None
     if additions or removed:
-        progress.note(f"{address}: pushing {_sizes(additions)}")
-        done = commit(there, additions, removed, message or f"Anchor {found.provenance.name}", create_pr)
+        options.progress.note(f"{address}: pushing {_sizes(additions)}")
+        message = options.message or f"Anchor {found.provenance.name}"
+        done = commit(there, additions, removed, message, options.create_pr)
         if done is None:
             return None
     for remark in remarks:
-        progress.note(remark)
-    if probes is False and any(map(_is_stale, there.files)):
-        progress.note(
+        options.progress.note(remark)
+    if options.probes is False and any(map(_is_stale, there.files)):
+        options.progress.note(
             f"samples that were pushed before, if there were any, stay in the history of {address.repository} until it "
             "is squashed, or the repository deleted"
         )
@@ -249,8 +227,9 @@ def parse_size(text: int | str) -> int:
     return size
 
 
-def _as_file(anchor: Anchor | str | Path, probes: bool | None, folder: Path, progress: Progress) -> Path:
+def _as_file(options: PushOptions, folder: Path) -> Path:
     """Return a file with what is to be pushed: the anchor's own where nothing is to be left out of it."""
+    anchor, probes, progress = options.anchor, options.probes, options.progress
     opened = anchor if isinstance(anchor, Anchor) else Anchor.open(anchor, digest=False)
     for remark in opened.remarks:
         progress.note(remark)
