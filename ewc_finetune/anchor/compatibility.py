@@ -42,7 +42,7 @@ def remarks(
 
     Args:
         anchors: Oldest first.
-        lineage: See `collapse`.
+        lineage: See `sum_quadratics`.
         model: What to call the model that they pull on, and its head; the newest anchor's unless given.
     """
     if model is None:
@@ -83,7 +83,7 @@ def remarks(
 
 
 def check_together(anchors: Sequence[Anchor], growing: Collection[str] = ()) -> None:
-    """Check that anchors can be stacked at all; no tensor is read. For `growing` see `collapse`.
+    """Check that anchors can be stacked at all; no tensor is read. For `growing` see `sum_quadratics`.
 
     Raises:
         AnchorMismatchError: naming both anchors and what differs.

@@ -27,12 +27,12 @@ class Probe:
     """Inputs of a domain, and a model's answers to them.
 
     Attributes:
-        inputs: As the data has them, before the layout; floating-point ones in half precision where that is enough.
+        inputs: As the data has them, before the input spec; floating-point ones in half precision where that is enough.
         outputs: What the likelihood keeps of the model's outputs, a row for each sample or token that counts.
         data: The data spec, or what the caller called it.
         split: Of the data.
         likelihood: Its name.
-        layout: How the inputs go into the model (`Layout.to_json`).
+        layout: How the inputs go into the model (`InputSpec.to_json`).
         active: The model's outputs that count; None for all.
         seed: Of the choice of inputs.
         counted: Whether each token counts, shape `(samples, tokens)`; None but for the per-token likelihood.

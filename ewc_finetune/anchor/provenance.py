@@ -50,7 +50,7 @@ class Provenance:
         normalisation: `statistics` (the policy they were used under) and `layers` (their names).
         lineage: Anchors that the checkpoint was already trained under: `name`, `sha256`, `lambda` of each.
         scores: The checkpoint's own `loss` and `accuracy` on the data of the Fisher.
-        input: How samples are presented to the model (`Layout`), for whoever uses the anchor next.
+        input: How samples are presented to the model (`InputSpec`), for whoever uses the anchor next.
         classes: Names of the classes, where they are known.
         probes: Of each probe in the file (`probe_tensors.Probe`): the `data` and `split` that its inputs are of, how
             many `samples`, their `likelihood`, `layout` and `active` outputs (None: all), and the `seed` of their

@@ -18,19 +18,19 @@ from torch import Tensor, nn
 from ewc_finetune.anchor.provenance import is_head
 from ewc_finetune.data.transform import is_transform
 from ewc_finetune.errors import CheckpointError, UsageError
-from ewc_finetune.modules.task import Purpose
+from ewc_finetune.modules.task import ModelTask
 from ewc_finetune.storage.atomic import atomic_write
 
 FROZEN = "frozen (requires_grad is false)"
 
 
 @dataclass(frozen=True)
-class Record:
+class ModelMetadata:
     """What ewc-ft wrote into a checkpoint about the model.
 
     Attributes:
         architecture: The text that builds it.
-        input: How samples are presented to it (`Layout`).
+        input: How samples are presented to it (`InputSpec`).
         classes: Names of its outputs, where they are known.
         lineage: Anchors whose penalties it was trained under: `name`, `sha256`, `lambda` of each.
         frozen: Parameters that were not to be trained (`requires_grad` was false).
@@ -55,8 +55,8 @@ class Record:
         return json.dumps(self.to_json(), sort_keys=True)
 
     @classmethod
-    def read(cls, found: object, where: str) -> Record:
-        """Read what `to_json` gave; None is an empty record, and keys of a later version are ignored.
+    def read(cls, found: object, where: str) -> ModelMetadata:
+        """Read what `to_json` gave; None is empty metadata, and keys of a later version are ignored.
 
         Raises:
             CheckpointError: if it is damaged.
@@ -69,8 +69,8 @@ class Record:
         return cls(**known)
 
     @classmethod
-    def read_text(cls, text: str | bytes | None, where: str) -> Record:
-        """Read it from JSON; no text is an empty record.
+    def read_text(cls, text: str | bytes | None, where: str) -> ModelMetadata:
+        """Read it from JSON; no text is empty metadata.
 
         Raises:
             CheckpointError: if it is damaged.
@@ -98,14 +98,14 @@ class Checkpoint(ABC):
     Args:
         label: What to call it in messages: the file.
         sha256: Digest of the file.
-        record: What ewc-ft knows of it.
+        metadata: What ewc-ft knows of it.
 
     Attributes:
         format: Name of the format.
         ending: Of files in it.
         remarks: What a reader should know of the file.
         state: Its tensors by name, where it is nothing but such.
-        purpose: What the model is for, where the format says; known once it is built.
+        task: What the model is for, where the format says; known once it is built.
         versions: Of the packages that give its tensors their names, beside torch.
         form: In what the file has the weights, where it is more than the model's own by their names; likewise.
     """
@@ -113,14 +113,14 @@ class Checkpoint(ABC):
     format: str
     ending: str
     state: Mapping[str, Tensor] = MappingProxyType({})
-    purpose: Purpose | None = None
+    task: ModelTask | None = None
     form: str | None = None
     versions: Mapping[str, str] = MappingProxyType({})
 
-    def __init__(self, label: str, sha256: str | None, record: Record, remarks: tuple[str, ...] = ()) -> None:
+    def __init__(self, label: str, sha256: str | None, metadata: ModelMetadata, remarks: tuple[str, ...] = ()) -> None:
         self.label = label
         self.sha256 = sha256
-        self.record = record
+        self.metadata = metadata
         self.remarks = remarks
 
     @abstractmethod
@@ -136,7 +136,7 @@ class Checkpoint(ABC):
         self,
         path: Path,
         model: nn.Module,
-        record: Record,
+        metadata: ModelMetadata,
         dtypes: Mapping[str, torch.dtype] | None = None,
         *,
         overwrite: bool = True,
@@ -146,7 +146,7 @@ class Checkpoint(ABC):
         Args:
             path: The file.
             model: On any device.
-            record: What is known of it.
+            metadata: What is known of it.
             dtypes: Tensors to write in another dtype than they have, by name.
             overwrite: Whether what is there by then may be replaced.
 
@@ -166,29 +166,33 @@ class Stateful(Checkpoint):
         self,
         path: Path,
         model: nn.Module,
-        record: Record,
+        metadata: ModelMetadata,
         dtypes: Mapping[str, torch.dtype] | None = None,
         *,
         overwrite: bool = True,
     ) -> None:
         """See `Checkpoint`."""
-        self.save_state(path, cpu_state(model, dtypes), record, overwrite=overwrite)
+        self.save_state(path, cpu_state(model, dtypes), metadata, overwrite=overwrite)
 
     @abstractmethod
-    def save_state(self, path: Path, state: OrderedDict[str, Any], record: Record, *, overwrite: bool = True) -> None:
+    def save_state(
+        self, path: Path, state: OrderedDict[str, Any], metadata: ModelMetadata, *, overwrite: bool = True
+    ) -> None:
         """Write a model's state (`cpu_state`); see `save`."""
 
 
 class SingleFile(Stateful):
     """A format of one file to a model."""
 
-    def save_state(self, path: Path, state: OrderedDict[str, Any], record: Record, *, overwrite: bool = True) -> None:
+    def save_state(
+        self, path: Path, state: OrderedDict[str, Any], metadata: ModelMetadata, *, overwrite: bool = True
+    ) -> None:
         """See `Stateful`."""
         with atomic_write(path, overwrite=overwrite) as temporary:
-            self.write(temporary, path, state, record)
+            self.write(temporary, path, state, metadata)
 
     @abstractmethod
-    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
+    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], metadata: ModelMetadata) -> None:
         """Write a state into a temporary file, which is to be renamed to `path`; see `save_state`."""
 
 

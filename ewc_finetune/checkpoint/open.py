@@ -15,7 +15,7 @@ from torch import nn
 
 from ewc_finetune.anchor.anchor import FORMAT, Anchor
 from ewc_finetune.checkpoint.architecture import build, complete
-from ewc_finetune.checkpoint.checkpoint import Checkpoint, Record
+from ewc_finetune.checkpoint.checkpoint import Checkpoint, ModelMetadata
 from ewc_finetune.checkpoint.file_format import detect
 from ewc_finetune.checkpoint.formats.archive import is_archive
 from ewc_finetune.checkpoint.formats.exported import Exported, open_exported
@@ -32,7 +32,7 @@ from ewc_finetune.checkpoint.formats.transformers_folder import (
     HuggingFace,
     address_of,
     download,
-    purpose_of,
+    task_of,
     weights_file,
 )
 from ewc_finetune.checkpoint.formats.unpickling import NoPickleError, check_pickle
@@ -46,7 +46,7 @@ from ewc_finetune.hub.anchor_files import anchor_in, fetch_with_parts, has_ancho
 from ewc_finetune.hub.repository import Repository, look_up, remember
 from ewc_finetune.modules.devices import random_state_kept
 from ewc_finetune.modules.finite import check_model
-from ewc_finetune.modules.task import Purpose
+from ewc_finetune.modules.task import ModelTask
 from ewc_finetune.modules.wrappers import unwrapped
 from ewc_finetune.storage.atomic import sha256
 from ewc_finetune.storage.shards import PART
@@ -66,20 +66,20 @@ _OPENERS: Mapping[str, Callable[[Path, bool], Checkpoint]] = {
 
 
 @dataclass(frozen=True)
-class Opened:
+class LoadedModel:
     """A model ready for work.
 
     Attributes:
         model: The module; the caller's own where a module was passed.
         label: What to call it in messages.
-        record: What is known of it, its architecture included where that is known.
+        metadata: What is known of it, its architecture included where that is known.
         checkpoint: Where it comes from, and the way back; None for a module, and for fresh weights.
         fresh: Whether its weights are, so that it was trained on nothing yet.
     """
 
     model: nn.Module
     label: str
-    record: Record
+    metadata: ModelMetadata
     checkpoint: Checkpoint | None = None
     fresh: bool = False
 
@@ -101,21 +101,21 @@ class Opened:
         return () if self.checkpoint is None else self.checkpoint.remarks
 
     @property
-    def purpose(self) -> Purpose | None:
+    def task(self) -> ModelTask | None:
         """What the model is for, where its checkpoint says, or transformers, for a module of its own."""
-        return purpose_of(self.model) if self.checkpoint is None else self.checkpoint.purpose
+        return task_of(self.model) if self.checkpoint is None else self.checkpoint.task
 
     @property
     def assumption(self) -> Assumption | None:
         """What is done to images unless their data says otherwise; None for fresh weights, which take what comes."""
-        known = self.record.input
+        known = self.metadata.input
         if known:
             shape = tuple(known.get("shape", ()))[1:]
             return Assumption(Transform.read(known), "record", shape if len(shape) == 2 else None)
         if self.fresh:
             return None
-        if self.checkpoint is not None and self.record.architecture and not isinstance(self.checkpoint, FromAnchor):
-            name, found = transform_of_weights(self.record.architecture)
+        if self.checkpoint is not None and self.metadata.architecture and not isinstance(self.checkpoint, FromAnchor):
+            name, found = transform_of_weights(self.metadata.architecture)
             if found is not None:
                 return Assumption(found, "weights", whose=name)
         return Assumption(Transform(), "nobody")
@@ -128,9 +128,9 @@ class Opened:
     @property
     def likelihood(self) -> str:
         """How its outputs are meant, unless somebody says otherwise: as it was trained, else what its task takes."""
-        if self.record.likelihood is not None:
-            return self.record.likelihood
-        return "categorical" if self.purpose is None else self.purpose.likelihood
+        if self.metadata.likelihood is not None:
+            return self.metadata.likelihood
+        return "categorical" if self.task is None else self.task.likelihood
 
     @property
     def format(self) -> str:
@@ -138,7 +138,9 @@ class Opened:
         return StateDict.format if self.checkpoint is None else self.checkpoint.format
 
 
-def open_model(model: str | Path | nn.Module, architecture: str | None = None, *, trust_code: bool = False) -> Opened:
+def open_model(
+    model: str | Path | nn.Module, architecture: str | None = None, *, trust_code: bool = False
+) -> LoadedModel:
     """Open a checkpoint (or the one within an anchor), or take a module as it is.
 
     Args:
@@ -154,17 +156,17 @@ def open_model(model: str | Path | nn.Module, architecture: str | None = None, *
         model = unwrapped(model)
         check_model(model, "the model's ")
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-        return Opened(model, type(model).__name__, Record(architecture=architecture, frozen=frozen))
+        return LoadedModel(model, type(model).__name__, ModelMetadata(architecture=architecture, frozen=frozen))
     return open_checkpoint(load_checkpoint(model, trust_code=trust_code), architecture)
 
 
-def open_checkpoint(checkpoint: Checkpoint, architecture: str | None = None) -> Opened:
+def open_checkpoint(checkpoint: Checkpoint, architecture: str | None = None) -> LoadedModel:
     """Build the model of a checkpoint that is already read."""
     module, found = checkpoint.build(architecture)
-    return Opened(module, checkpoint.label, replace(checkpoint.record, architecture=found), checkpoint)
+    return LoadedModel(module, checkpoint.label, replace(checkpoint.metadata, architecture=found), checkpoint)
 
 
-def open_fresh(architecture: str, sample_shape: tuple[int, ...], num_classes: int, seed: int) -> Opened:
+def open_fresh(architecture: str, sample_shape: tuple[int, ...], num_classes: int, seed: int) -> LoadedModel:
     """Build an architecture with fresh weights for data of this shape and so many classes.
 
     Raises:
@@ -172,7 +174,7 @@ def open_fresh(architecture: str, sample_shape: tuple[int, ...], num_classes: in
     """
     text = complete(architecture, sample_shape, num_classes)
     with random_state_kept(torch.device("cpu"), seed):
-        return Opened(build(text, trusted=True), text, Record(architecture=text), fresh=True)
+        return LoadedModel(build(text, trusted=True), text, ModelMetadata(architecture=text), fresh=True)
 
 
 def load_checkpoint(path: str | Path, *, trust_code: bool = False) -> Checkpoint:

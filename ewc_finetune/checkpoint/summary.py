@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ewc_finetune.checkpoint import verification
-from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.formats.transformers_folder import HuggingFace
 from ewc_finetune.checkpoint.location import is_on_hub
 from ewc_finetune.checkpoint.open import (
@@ -37,7 +37,7 @@ class CheckpointInspection:
         tied: Names that are one tensor.
         normalisation: Layers with running statistics.
         unsafe: What its pickle would import; nothing else is known of it then, unless it is trusted.
-        record: What ewc-ft knows of it.
+        metadata: What ewc-ft knows of it.
         remarks: What a reader should know of it.
         verified: What came of comparing it with its checksums, if that was asked for.
     """
@@ -51,13 +51,18 @@ class CheckpointInspection:
     tied: list[list[str]]
     normalisation: list[str]
     unsafe: list[str]
-    record: Record
+    metadata: ModelMetadata
     remarks: tuple[str, ...]
     verified: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it in values that JSON has."""
-        return {**vars(self), "file": str(self.file), "record": self.record.to_json(), "remarks": list(self.remarks)}
+        return {
+            **{name: value for name, value in vars(self).items() if name != "metadata"},
+            "file": str(self.file),
+            "record": self.metadata.to_json(),
+            "remarks": list(self.remarks),
+        }
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -73,9 +78,9 @@ class CheckpointInspection:
             ),
             ("tied", "; ".join(" and ".join(names) for names in self.tied)),
             ("normalisation", few(self.normalisation)),
-            ("likelihood", self.record.likelihood or ""),
-            ("classes", few(self.record.classes or [])),
-            ("trained under", "; ".join(f"{e.get('name')} (lambda {e.get('lambda')})" for e in self.record.lineage)),
+            ("likelihood", self.metadata.likelihood or ""),
+            ("classes", few(self.metadata.classes or [])),
+            ("trained under", "; ".join(f"{e.get('name')} (lambda {e.get('lambda')})" for e in self.metadata.lineage)),
             ("verified", self.verified or ""),
             ("unsafe", f"its pickle asks for {few(self.unsafe)}" if self.unsafe else ""),
         ]
@@ -105,15 +110,15 @@ def inspect_checkpoint(
             raise
         size = file.stat().st_size
         reason = "not known, since it was not loaded"
-        return CheckpointInspection(named, size, "pickle", None, reason, {}, [], [], unsafe, Record(), ())
+        return CheckpointInspection(named, size, "pickle", None, reason, {}, [], [], unsafe, ModelMetadata(), ())
     state: Mapping[str, Any] = checkpoint.state
     failed: str | None = None
     layers: list[str] = []
     try:
-        opened = open_checkpoint(checkpoint, architecture)
-        state = opened.model.state_dict(keep_vars=True)
-        layers = list(normalisation_layers(opened.model))
-        architecture = opened.record.architecture
+        loaded = open_checkpoint(checkpoint, architecture)
+        state = loaded.model.state_dict(keep_vars=True)
+        layers = list(normalisation_layers(loaded.model))
+        architecture = loaded.metadata.architecture
     except ArchitectureError as error:
         architecture, failed = None, str(error)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -127,7 +132,7 @@ def inspect_checkpoint(
         tied=_tied(tensors),
         normalisation=layers,
         unsafe=unsafe,
-        record=checkpoint.record,
+        metadata=checkpoint.metadata,
         remarks=checkpoint.remarks,
         verified=verification.verify(file) if verify else None,
     )

@@ -15,7 +15,7 @@ def transform_of_weights(architecture: str) -> tuple[str, Transform | None]:
     """Return what torchvision calls an architecture, and what it does to images for the default weights of it.
 
     Args:
-        architecture: As a record has it, `torchvision:resnet18?num_classes=10`.
+        architecture: As metadata has it, `torchvision:resnet18?num_classes=10`.
 
     Returns:
         No transform for an architecture that is not torchvision's, or no classifier of images.

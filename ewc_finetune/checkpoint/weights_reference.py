@@ -7,7 +7,7 @@ from typing import Any
 
 from ewc_finetune.anchor.hub_weights import refer
 from ewc_finetune.checkpoint.formats.transformers_folder import HUB, HuggingFace, address_of
-from ewc_finetune.checkpoint.open import Opened
+from ewc_finetune.checkpoint.open import LoadedModel
 from ewc_finetune.errors import UsageError
 from ewc_finetune.hub.address import HubAddress, is_address, parse_address
 from ewc_finetune.hub.anchor_files import fetch_with_parts
@@ -17,33 +17,33 @@ from ewc_finetune.modules.finite import cpu_copy
 _ENDINGS = (".safetensors", ".safetensors.index.json")
 
 
-def refer_to_hub(opened: Opened) -> dict[str, Any]:
+def refer_to_hub(loaded: LoadedModel) -> dict[str, Any]:
     """Find the weights of a model in the files on the Hub that it came from; see `reference.refer`.
 
     Raises:
         UsageError: if it does not come from there, or in another format.
     """
-    place = _place_of(opened)
+    place = _place_of(loaded)
     if place is None or place.file is None:
         raise UsageError(
-            f"{opened.label} does not come from the Hub, so that an anchor cannot refer to its weights; name the model "
+            f"{loaded.label} does not come from the Hub, so that an anchor cannot refer to its weights; name the model "
             "as hf:org/name or hf://org/name/FILE, or leave --anchor-weights reference out"
         )
     if not place.file.endswith(_ENDINGS):
         raise UsageError(
-            f"{opened.label} has its weights in {place.file}; an anchor can refer to safetensors files alone. Leave "
+            f"{loaded.label} has its weights in {place.file}; an anchor can refer to safetensors files alone. Leave "
             "--anchor-weights reference out"
         )
     found = fetch_with_parts(look_up(place), place.file)
     folder = place.file.rpartition("/")[0]
     files = [f"{folder}/{name}" if folder else name for name in found.parts] or [place.file]
-    weights = cpu_copy(dict(opened.model.named_parameters()))
+    weights = cpu_copy(dict(loaded.model.named_parameters()))
     return refer(weights, place, files)
 
 
-def _place_of(opened: Opened) -> HubAddress | None:
+def _place_of(loaded: LoadedModel) -> HubAddress | None:
     """Return the file on the Hub that the weights came from, at its commit."""
-    checkpoint = opened.checkpoint
+    checkpoint = loaded.checkpoint
     if checkpoint is None:
         return None
     if is_address(checkpoint.label):

@@ -43,10 +43,10 @@ def inspect(
         return
     if arch is not None or trust_code:
         raise UsageError(f"{file} is an anchor; --arch and --trust-code are for checkpoints")
-    found = run(file, plot=plot, overwrite=overwrite, verify=verify, progress=printer)
-    printer.facts(found.described(every_layer=printer.verbose))
+    inspection = run(file, plot=plot, overwrite=overwrite, verify=verify, progress=printer)
+    printer.facts(inspection.described(every_layer=printer.verbose))
     printer.note("")
-    layer_table(printer, found.provenance)
+    layer_table(printer, inspection.provenance)
     if plot is not None:
         printer.note(f"{plot}: the importance of each layer")
-    printer.result(found.to_json())
+    printer.result(inspection.to_json())

@@ -83,10 +83,10 @@ class Printer:
         for name, value in facts:
             self.note(f"{name:<15}{value}")
 
-    def document(self, found: Document) -> None:
+    def document(self, result: Document) -> None:
         """Print facts for people, and all that was found for machines."""
-        self.facts(found.facts)
-        self.result(found.to_json())
+        self.facts(result.facts)
+        self.result(result.to_json())
 
     def result(self, document: Any) -> None:
         """Print the result for machines, where they asked for it."""

@@ -31,7 +31,7 @@ def pull(place: str, output: str | None, overwrite: bool, printer: Printer) -> N
     """
     from ewc_finetune.commands.pull import pull as run
 
-    found = run(place, output=output, overwrite=overwrite, progress=printer)
-    printer.note(f"{found.path}: {found.bytes:,} bytes, sha256 {found.digest}")
-    printer.note(f"from {found.place}")
-    printer.result(found.to_json())
+    pulled = run(place, output=output, overwrite=overwrite, progress=printer)
+    printer.note(f"{pulled.path}: {pulled.bytes:,} bytes, sha256 {pulled.digest}")
+    printer.note(f"from {pulled.place}")
+    printer.result(pulled.to_json())

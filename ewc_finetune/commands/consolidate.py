@@ -22,14 +22,14 @@ from ewc_finetune.anchor.provenance import Provenance
 from ewc_finetune.checkpoint.architecture import builds_by_itself
 from ewc_finetune.checkpoint.checkpoint import FROZEN
 from ewc_finetune.checkpoint.location import place_of
-from ewc_finetune.checkpoint.open import Opened, open_model
+from ewc_finetune.checkpoint.open import LoadedModel, open_model
 from ewc_finetune.checkpoint.weights_reference import refer_to_hub
 from ewc_finetune.curvature.fisher import Fisher, compute_fisher
 from ewc_finetune.curvature.importance import importance_by_layer
 from ewc_finetune.curvature.kronecker_factors import check_rank
 from ewc_finetune.curvature.options import ConsolidateOptions
 from ewc_finetune.data.domain import Batch, Domain, Fingerprint
-from ewc_finetune.data.layout import feed
+from ewc_finetune.data.input_spec import feed
 from ewc_finetune.data.sources import resolve_domain
 from ewc_finetune.errors import Mistakes, UsageError
 from ewc_finetune.evaluation.bound_domain import BoundDomain, bind
@@ -74,7 +74,7 @@ class ConsolidationPlan:
 
     Attributes:
         options: The options that the command was given.
-        opened: The model.
+        loaded: The model.
         excluded: Parameters that get no curvature, each with the reason.
         domain: The data to take curvature of.
         likelihood: The likelihood of the model's outputs, those of every head included.
@@ -83,7 +83,7 @@ class ConsolidationPlan:
     """
 
     options: ConsolidateOptions
-    opened: Opened
+    loaded: LoadedModel
     excluded: dict[str, str]
     domain: Domain
     likelihood: Likelihood
@@ -98,9 +98,6 @@ class ConsolidationPlan:
 
 def plan(options: ConsolidateOptions) -> ConsolidationPlan:
     """Open and check everything that a consolidation takes.
-
-    Args:
-        options: The options that the command was given.
 
     Raises:
         EwcError: naming what is wrong with the model, the data, an option or the file.
@@ -119,11 +116,11 @@ def plan(options: ConsolidateOptions) -> ConsolidationPlan:
     with mistakes.noted():
         domain = resolve_domain(options.data, "train", options.data_dir)
     with mistakes.noted():
-        opened = open_model(model, architecture, trust_code=options.trust_code)
-        excluded = _excluded(opened.model, options.exclude)
+        loaded = open_model(model, architecture, trust_code=options.trust_code)
+        excluded = _excluded(loaded.model, options.exclude)
     mistakes.check()
     say_idle(options, CONSOLIDATE, {}, progress)
-    for remark in opened.remarks:
+    for remark in loaded.remarks:
         progress.note(remark)
     if not isinstance(model, nn.Module) and architecture is not None and not builds_by_itself(architecture):
         progress.note(
@@ -132,9 +129,9 @@ def plan(options: ConsolidateOptions) -> ConsolidationPlan:
         )
     if options.samples == "auto" and not domain.indexable:
         progress.note(f"{domain.name} comes in an order of its own, in which --samples auto takes it")
-    rule = get_likelihood(options.likelihood or opened.likelihood)
-    reference = refer_to_hub(opened) if options.anchor_weights == "reference" else None
-    return ConsolidationPlan(options, opened, excluded, domain, rule, device, reference)
+    rule = get_likelihood(options.likelihood or loaded.likelihood)
+    reference = refer_to_hub(loaded) if options.anchor_weights == "reference" else None
+    return ConsolidationPlan(options, loaded, excluded, domain, rule, device, reference)
 
 
 @dataclass(frozen=True)
@@ -157,22 +154,19 @@ class _Pass:
 @contextmanager
 def _ready(todo: ConsolidationPlan) -> Iterator[_Pass]:
     """Match model and data; the model is on the plan's device inside the block."""
-    opened, seed, progress = todo.opened, todo.options.seed, todo.options.progress
-    with on_device(opened.model, todo.device), random_state_kept(todo.device, seed):
+    loaded, seed, progress = todo.loaded, todo.options.seed, todo.options.progress
+    with on_device(loaded.model, todo.device), random_state_kept(todo.device, seed):
         start = time.perf_counter()
-        domain = presented(todo.domain, opened, progress)
+        domain = presented(todo.domain, loaded, progress)
         prepared = time.perf_counter() - start
-        say_numbering(domain, opened, progress)
-        bound = bind(opened, domain, todo.likelihood, todo.device, progress)
-        parameters = {n: p for n, p in opened.model.named_parameters() if n not in todo.excluded}
+        say_numbering(domain, loaded, progress)
+        bound = bind(loaded, domain, todo.likelihood, todo.device, progress)
+        parameters = {n: p for n, p in loaded.model.named_parameters() if n not in todo.excluded}
         yield _Pass(bound, _subset(domain, todo.limit, seed), parameters, prepared)
 
 
 def cost(todo: ConsolidationPlan) -> Estimate:
     """Take the Fisher of a few batches, and say what all of it will need.
-
-    Args:
-        todo: The plan to carry out.
 
     Raises:
         EwcError: if model and data do not suit each other.
@@ -182,7 +176,7 @@ def cost(todo: ConsolidationPlan) -> Estimate:
         _probes(todo, matched)
 
         def take(batches: Iterable[Batch]) -> object:
-            return _fisher(todo, matched, feed(batches, matched.bound.layout, todo.opened.model, todo.device))
+            return _fisher(todo, matched, feed(batches, matched.bound.input_spec, todo.loaded.model, todo.device))
 
         tried = None if options.curvature == "identity" else matched.chosen
         size = None if options.samples == "auto" else _count(matched.chosen, todo.limit)
@@ -193,7 +187,7 @@ def cost(todo: ConsolidationPlan) -> Estimate:
 def _fisher(todo: ConsolidationPlan, found: _Pass, batches: Iterable[Any], **more: Any) -> Fisher:
     options = todo.options
     return compute_fisher(
-        todo.opened.model,
+        todo.loaded.model,
         batches,
         likelihood=found.bound.likelihood,
         estimator=options.estimator,
@@ -208,20 +202,17 @@ def _fisher(todo: ConsolidationPlan, found: _Pass, batches: Iterable[Any], **mor
 def run(todo: ConsolidationPlan) -> Anchor:
     """Compute the Fisher, and make the anchor.
 
-    Args:
-        todo: The plan to carry out.
-
     Raises:
         EwcError: if model and data do not suit each other, or the file cannot be written.
     """
-    options, opened, progress = todo.options, todo.opened, todo.options.progress
+    options, loaded, progress = todo.options, todo.loaded, todo.options.progress
     fingerprint = Fingerprint()
     with _ready(todo) as ready:
         probes = _probes(todo, ready)
         fisher_pass = _measured(todo, ready, fingerprint)
         progress.note(fisher_pass.path)
         accuracy = fisher_pass.scores.get("accuracy")
-        warn_at_chance(ready.bound, opened, accuracy, fisher_pass.samples, progress, own=True)
+        warn_at_chance(ready.bound, loaded, accuracy, fisher_pass.samples, progress, own=True)
         fisher, storage = rounded(
             {n: value.float().cpu() for n, value in fisher_pass.values.items()}, options.curvature_dtype
         )
@@ -233,9 +224,9 @@ def run(todo: ConsolidationPlan) -> Anchor:
             weights_reference=todo.reference,
         )
         anchor = Anchor(
-            weights=cpu_copy(dict(opened.model.named_parameters())),
+            weights=cpu_copy(dict(loaded.model.named_parameters())),
             fisher=fisher,
-            buffers=cpu_copy(_persistent_buffers(opened.model)),
+            buffers=cpu_copy(_persistent_buffers(loaded.model)),
             provenance=provenance,
             blocks=blocks,
             probes=probes,
@@ -256,7 +247,7 @@ def _measured(todo: ConsolidationPlan, ready: _Pass, fingerprint: Fingerprint) -
         return _fisher(
             todo,
             ready,
-            feed(batches, ready.bound.layout, todo.opened.model, todo.device),
+            feed(batches, ready.bound.input_spec, todo.loaded.model, todo.device),
             rtol=options.rtol if options.samples == "auto" else None,
             generator=torch.Generator().manual_seed(options.seed),
             bar=bar,
@@ -265,18 +256,18 @@ def _measured(todo: ConsolidationPlan, ready: _Pass, fingerprint: Fingerprint) -
 
 
 def _provenance(todo: ConsolidationPlan, ready: _Pass, found: Fisher, fingerprint: Fingerprint) -> Provenance:
-    options, opened, domain = todo.options, todo.opened, ready.bound.domain
+    options, loaded, domain = todo.options, todo.loaded, ready.bound.domain
     lineage, head = options.lineage, options.head
     return Provenance(
         name=options.name or _name_of(domain),
         created=_created(),
-        versions={"ewc_finetune": __version__, "torch": torch.__version__, **opened.versions},
+        versions={"ewc_finetune": __version__, "torch": torch.__version__, **loaded.versions},
         checkpoint={
-            "file": opened.file,
-            "sha256": opened.sha256,
-            "format": opened.format,
-            "architecture": opened.record.architecture,
-            "form": None if opened.checkpoint is None else opened.checkpoint.form,
+            "file": loaded.file,
+            "sha256": loaded.sha256,
+            "format": loaded.format,
+            "architecture": loaded.metadata.architecture,
+            "form": None if loaded.checkpoint is None else loaded.checkpoint.form,
         },
         data={
             "spec": domain.name,
@@ -284,7 +275,7 @@ def _provenance(todo: ConsolidationPlan, ready: _Pass, found: Fisher, fingerprin
             "size": domain.size,
             "fingerprint": fingerprint.hexdigest() if found.samples else None,
         },
-        likelihood=options.likelihood or opened.likelihood,
+        likelihood=options.likelihood or loaded.likelihood,
         estimator="none" if options.curvature == "identity" else found.estimator,
         curvature=options.curvature,
         draws=options.draws if found.estimator == "sampled" else None,
@@ -293,12 +284,12 @@ def _provenance(todo: ConsolidationPlan, ready: _Pass, found: Fisher, fingerprin
         batch_size=options.batch_size,
         seed=options.seed,
         excluded=todo.excluded,
-        normalisation={"statistics": "frozen", "layers": list(normalisation_layers(opened.model))},
-        lineage=opened.record.lineage if lineage is None else list(lineage),
+        normalisation={"statistics": "frozen", "layers": list(normalisation_layers(loaded.model))},
+        lineage=loaded.metadata.lineage if lineage is None else list(lineage),
         scores=found.scores,
-        input=ready.bound.layout.to_json(),
-        head=opened.record.head if head is None else head,
-        classes=opened.record.classes if domain.classes is None else list(domain.classes),
+        input=ready.bound.input_spec.to_json(),
+        head=loaded.metadata.head if head is None else head,
+        classes=loaded.metadata.classes if domain.classes is None else list(domain.classes),
     )
 
 
@@ -307,7 +298,7 @@ def _probes(todo: ConsolidationPlan, ready: _Pass) -> tuple[Probe, ...]:
     n, domain, progress = todo.options.probe, ready.bound.domain, todo.options.progress
     if n == 0:
         return ()
-    probe = take_probe(todo.opened.model, ready.bound, n, todo.options.seed, todo.device)
+    probe = take_probe(todo.loaded.model, ready.bound, n, todo.options.seed, todo.device)
     if probe.samples < n:
         progress.note(
             f"{domain.name} has {probe.samples:,} samples, and all are kept: fewer than the {n:,} of the probe"

@@ -10,7 +10,7 @@ import torch
 
 from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.anchor.heads import with_head_of
-from ewc_finetune.checkpoint.open import Opened, open_model
+from ewc_finetune.checkpoint.open import LoadedModel, open_model
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.sources import resolve_domains
 from ewc_finetune.evaluation.bound_domain import bind
@@ -44,14 +44,14 @@ class EvaluationPlan:
 
     Attributes:
         options: The options that the command was given.
-        opened: The model, with the head that it is scored with.
+        loaded: The model, with the head that it is scored with.
         domains: The domains that the model is scored on.
         likelihood: The likelihood of the model's outputs.
         device: The device to compute on.
     """
 
     options: EvaluateOptions
-    opened: Opened
+    loaded: LoadedModel
     domains: list[Domain]
     likelihood: Likelihood
     device: torch.device
@@ -60,46 +60,40 @@ class EvaluationPlan:
 def plan(options: EvaluateOptions) -> EvaluationPlan:
     """Open and check everything that an evaluation takes.
 
-    Args:
-        options: The options that the command was given.
-
     Raises:
         EwcError: naming what is wrong with the model, the data or an option.
     """
     check_declared(options)
-    opened, head = open_model(options.model, options.architecture, trust_code=options.trust_code), options.head
-    for remark in opened.remarks:
+    loaded, head = open_model(options.model, options.architecture, trust_code=options.trust_code), options.head
+    for remark in loaded.remarks:
         options.progress.note(remark)
     if head is not None:
         anchor = head if isinstance(head, Anchor) else Anchor.open(head)
-        classes = replace(opened.record, classes=anchor.provenance.classes)
-        opened = replace(opened, model=with_head_of(opened.model, anchor), record=classes)
+        classes = replace(loaded.metadata, classes=anchor.provenance.classes)
+        loaded = replace(loaded, model=with_head_of(loaded.model, anchor), metadata=classes)
     device = choose_device(options.device)
-    rule = get_likelihood(options.likelihood or opened.likelihood)
-    return EvaluationPlan(options, opened, resolve_domains(options.data, "test", options.data_dir), rule, device)
+    rule = get_likelihood(options.likelihood or loaded.likelihood)
+    return EvaluationPlan(options, loaded, resolve_domains(options.data, "test", options.data_dir), rule, device)
 
 
 def run(todo: EvaluationPlan) -> list[Score]:
     """Score the model on each domain.
 
-    Args:
-        todo: The plan to carry out.
-
     Raises:
         EwcError: if model and data do not suit each other.
     """
-    opened, rule, device, progress = todo.opened, todo.likelihood, todo.device, todo.options.progress
-    with on_device(opened.model, device), random_state_kept(device):
+    loaded, rule, device, progress = todo.loaded, todo.likelihood, todo.device, todo.options.progress
+    with on_device(loaded.model, device), random_state_kept(device):
         bound = []
         for domain in todo.domains:
-            shown = presented(domain, opened, progress)
-            say_numbering(shown, opened, progress)
-            bound.append(bind(opened, shown, rule, device, progress))
+            shown = presented(domain, loaded, progress)
+            say_numbering(shown, loaded, progress)
+            bound.append(bind(loaded, shown, rule, device, progress))
         scores: list[Score] = []
         for one in bound:
             with _told_if_lost(scores, progress), progress.bar(one.name, one.domain.size, "sample") as bar:
-                scored = score(opened.model, one, todo.options.batch_size, device, bar)
-            warn_at_chance(one, opened, scored.accuracy, scored.samples, progress, own=False)
+                scored = score(loaded.model, one, todo.options.batch_size, device, bar)
+            warn_at_chance(one, loaded, scored.accuracy, scored.samples, progress, own=False)
             scores.append(scored)
     return scores
 

@@ -13,7 +13,7 @@ from ewc_finetune.anchor.compatibility import grown_parameters, remarks
 from ewc_finetune.anchor.half_precision import Storage, rounded
 from ewc_finetune.anchor.heads import of_one_head
 from ewc_finetune.anchor.lineage import lineage_of
-from ewc_finetune.checkpoint.checkpoint import Record, check_ending, cpu_state
+from ewc_finetune.checkpoint.checkpoint import ModelMetadata, check_ending, cpu_state
 from ewc_finetune.checkpoint.formats.from_anchor import FromAnchor
 from ewc_finetune.checkpoint.open import open_checkpoint
 from ewc_finetune.choices import Lineage
@@ -31,7 +31,7 @@ from ewc_finetune.penalty.merging import (
     sum_blocks,
 )
 from ewc_finetune.penalty.options import MergeOptions
-from ewc_finetune.penalty.quadratic import Quadratic, collapse, spread_lambdas
+from ewc_finetune.penalty.quadratic import Quadratic, spread_lambdas, sum_quadratics
 from ewc_finetune.progress import Progress
 from ewc_finetune.runs.idle import MERGE, say_idle
 from ewc_finetune.specs.options import check_declared, takes
@@ -83,9 +83,6 @@ class MergePlan:
 def plan(options: MergeOptions) -> MergePlan:
     """Open and check everything that a merge takes.
 
-    Args:
-        options: The options that the command was given.
-
     Raises:
         EwcError: naming what is wrong with an option, an anchor or a file.
     """
@@ -129,9 +126,6 @@ def plan(options: MergeOptions) -> MergePlan:
 def run(todo: MergePlan) -> Anchor:
     """Make one anchor of several, and write it.
 
-    Args:
-        todo: The plan to carry out.
-
     Raises:
         EwcError: if the anchors do not fit each other, or a file cannot be written.
     """
@@ -166,7 +160,7 @@ def _summed(todo: MergePlan) -> tuple[Quadratic, dict[str, float], Storage | Non
     quadratic = (
         online_quadratic(alike, strengths, growing)
         if options.online
-        else collapse(alike, strengths, options.lineage, growing=growing)
+        else sum_quadratics(alike, strengths, options.lineage, growing=growing)
     )
     quadratic, distances = sum_blocks(
         quadratic,
@@ -200,8 +194,8 @@ def _written(todo: MergePlan, merged: Anchor) -> Anchor:
                 merged = merged.write(temporaries[0], paths[0])
         if model is not None:
             with storage_errors(paths[-1]):
-                source, module, record = model
-                source.write(temporaries[-1], paths[-1], cpu_state(module), record)
+                source, module, metadata = model
+                source.write(temporaries[-1], paths[-1], cpu_state(module), metadata)
     if checkpoint is not None:
         options.progress.note(
             f"{checkpoint}: the centre of the stack as a model, with the buffers of {todo.parents[-1].label}"
@@ -240,8 +234,8 @@ def _check_outputs(
 
 def _model(
     merged: Anchor, parents: Sequence[Anchor], lambdas: Sequence[float], architecture: str | None, path: Path
-) -> tuple[FromAnchor, nn.Module, Record]:
-    """Return the centre as a model, each tensor in the dtype that the newest parent has it in, and its record."""
+) -> tuple[FromAnchor, nn.Module, ModelMetadata]:
+    """Return the centre as a model, each tensor in the dtype that the newest parent has it in, and its metadata."""
     newest = {**parents[-1].weights, **parents[-1].buffers}
     weights, buffers = (
         {name: t.to(newest[name].dtype) if name in newest else t for name, t in part.items()}
@@ -249,5 +243,5 @@ def _model(
     )
     checkpoint = FromAnchor(replace(merged, weights=weights, buffers=buffers))
     check_ending(path, checkpoint.format, checkpoint.ending)
-    opened = open_checkpoint(checkpoint, architecture)
-    return checkpoint, opened.model, replace(opened.record, lineage=lineage_of(parents, lambdas))
+    loaded = open_checkpoint(checkpoint, architecture)
+    return checkpoint, loaded.model, replace(loaded.metadata, lineage=lineage_of(parents, lambdas))

@@ -65,20 +65,20 @@ def pull(
     path = default_output(str(address)) if output is None else Path(output)
     check_output(path, overwrite, note=progress.note)
     progress.note(f"fetching {address}")
-    found = fetch_anchor(str(address))
-    anchor = Anchor.of_hub(found)
+    fetched = fetch_anchor(str(address))
+    anchor = Anchor.of_hub(fetched)
     for remark in anchor.remarks:
         progress.note(remark)
     if anchor.provenance.weights_reference is not None:
-        progress.note(f"{found.place}: its weights are not in it; they are fetched from the Hub when it is used")
+        progress.note(f"{fetched.place}: its weights are not in it; they are fetched from the Hub when it is used")
     digest, size = hashlib.sha256(), 0
     with atomic_write(path, overwrite=overwrite) as temporary, temporary.open("wb") as file:
-        for block in found.source.as_one_file():
+        for block in fetched.source.as_one_file():
             digest.update(block)
             size += file.write(block)
-        if digest.hexdigest() != found.digest:
-            raise AnchorError(f"{found.place} has changed in the cache while it was copied. Run the command again")
-    return Pulled(path, found.place, size, found.digest)
+        if digest.hexdigest() != fetched.digest:
+            raise AnchorError(f"{fetched.place} has changed in the cache while it was copied. Run the command again")
+    return Pulled(path, fetched.place, size, fetched.digest)
 
 
 def default_output(address: str) -> Path:

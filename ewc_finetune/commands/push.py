@@ -94,7 +94,7 @@ def push(options: PushOptions) -> Pushed:
     with Workspace(scratch) as space:
         folder = space.path
         path = _as_file(options, folder)
-        found = inspect(path)
+        inspection = inspect(path)
         source = open_source(path)
         if source.header.data <= limit and not path.name.endswith(INDEX):
             names = {f"{STEM}.safetensors": path}
@@ -106,14 +106,14 @@ def push(options: PushOptions) -> Pushed:
             address.revision,
             list(names)[-1],
             source.digest(),
-            None if found.provenance.curvature == "identity" else _FIGURE,  # where all bars mean the same
+            None if inspection.provenance.curvature == "identity" else _FIGURE,  # where all bars mean the same
             options.license,
-            *_base_of(found.provenance),
+            *_base_of(inspection.provenance),
         )
         with _making(address, options):
             for _ in range(_TRIES):
                 source.check_unchanged()
-                done = _push_once(names, found, place, folder, options)
+                done = _push_once(names, inspection, place, folder, options)
                 if done is not None:
                     return done
     raise HubError(f"{address.repository} is changed by others again and again. Run the command again later")
@@ -153,7 +153,7 @@ def _making(address: HubAddress, options: PushOptions) -> Iterator[None]:
 
 def _push_once(
     names: Mapping[str, Path],
-    found: Inspection,
+    inspection: Inspection,
     place: Published,
     folder: Path,
     options: PushOptions,
@@ -161,12 +161,12 @@ def _push_once(
     """Commit what the repository has not; None if somebody else was faster."""
     address = HubAddress(place.repository, place.revision)
     there = look_up_now(address)
-    card, remarks = updated_card(_card_in(there) if _CARD in there.files else None, found, place)
+    card, remarks = updated_card(_card_in(there) if _CARD in there.files else None, inspection, place)
     additions = changed_files(there, {**names, _CARD: card.encode()})
     if place.figure is not None and (additions.keys() & names or place.figure not in there.files):
         figure = folder / place.figure
-        layers = largest(found.provenance.importance)
-        draw_importance(figure, layers, f"{found.provenance.name}: share of the curvature by layer")
+        layers = largest(inspection.provenance.importance)
+        draw_importance(figure, layers, f"{inspection.provenance.name}: share of the curvature by layer")
         additions |= changed_files(there, {place.figure: figure})
     removed = [name for name in there.files if name not in names and _is_stale(name)]
     if place.figure is None and _FIGURE in there.files:
@@ -174,7 +174,7 @@ def _push_once(
     done = None
     if additions or removed:
         options.progress.note(f"{address}: pushing {_sizes(additions)}")
-        message = options.message or f"Anchor {found.provenance.name}"
+        message = options.message or f"Anchor {inspection.provenance.name}"
         done = commit(there, additions, removed, message, options.create_pr)
         if done is None:
             return None
@@ -220,8 +220,8 @@ def parse_size(text: int | str) -> int:
     Raises:
         UsageError: if it means none.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?B)?\s*", str(text), re.IGNORECASE)
-    size = 0 if found is None else int(float(found[1]) * _UNITS[(found[2] or "B").upper()])
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?B)?\s*", str(text), re.IGNORECASE)
+    size = 0 if match is None else int(float(match[1]) * _UNITS[(match[2] or "B").upper()])
     if size < 1:
         raise UsageError(f"the size of a shard is {text!r}; expected a number of bytes, such as 5GB or 500MB")
     return size

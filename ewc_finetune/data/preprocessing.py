@@ -19,7 +19,7 @@ from ewc_finetune.data.images import ImageFiles
 from ewc_finetune.data.texts import Generated, Texts, TextStream
 from ewc_finetune.errors import DataError, UsageError
 from ewc_finetune.likelihood.base import IGNORED
-from ewc_finetune.modules.task import Purpose
+from ewc_finetune.modules.task import ModelTask
 
 # The most tokens of a text, where neither the data nor the model says.
 _LENGTH = 512
@@ -33,7 +33,7 @@ _REPLACED = 0.1
 _AT_ONCE = 64
 
 
-def preprocessed(domain: Domain, purpose: Purpose | None, model: nn.Module, label: str) -> Domain:
+def preprocessed(domain: Domain, task: ModelTask | None, model: nn.Module, label: str) -> Domain:
     """Return a domain whose batches are inputs of the model; one whose samples are tensors of its own is left as it is.
 
     A causal language model is to predict each next token, a masked one the tokens that were masked, always the same of
@@ -41,7 +41,7 @@ def preprocessed(domain: Domain, purpose: Purpose | None, model: nn.Module, labe
 
     Args:
         domain: Of texts, images, or samples to be generated.
-        purpose: The task that the model is for, if it is known.
+        task: The task that the model is for, if it is known.
         model: On its device, in eval mode; generates samples.
         label: The name to use in messages.
 
@@ -51,54 +51,54 @@ def preprocessed(domain: Domain, purpose: Purpose | None, model: nn.Module, labe
     """
     kind = domain.samples
     if isinstance(kind, (Texts, TextStream, Generated)):
-        if purpose is None or purpose.task in (None, "image classification"):
+        if task is None or task.kind in (None, "image classification"):
             raise DataError(
                 f"{domain.name} has texts, and {label} is no language model or text classifier of transformers with "
                 "its tokenizer. Name its folder, or turn the texts into tensors of token ids first"
             )
-        return _of_texts(domain, kind, purpose, model)
-    if purpose is not None and purpose.task == "image classification" and _is_image(domain):
+        return _of_texts(domain, kind, task, model)
+    if task is not None and task.kind == "image classification" and _is_image(domain):
         if isinstance(kind, ImageFiles):  # the processor makes them alike
             kind = copy.copy(kind)
             kind.alike = False
             domain = replace(domain, samples=kind)
-        processor = _processor(purpose.folder)
+        processor = _processor(task.folder)
         return replace(domain, collate=lambda samples: _images(processor, samples))
-    if purpose is not None and purpose.task not in (None, "image classification") and _is_image(domain):
-        raise DataError(f"{domain.name} has images, and {label} is a {purpose.task}, which takes texts")
+    if task is not None and task.kind not in (None, "image classification") and _is_image(domain):
+        raise DataError(f"{domain.name} has images, and {label} is a {task.kind}, which takes texts")
     return domain
 
 
-def _of_texts(domain: Domain, samples: Texts | TextStream | Generated, purpose: Purpose, model: nn.Module) -> Domain:
-    tokenizer = _tokenizer(purpose.folder)
-    length = min(samples.length or purpose.length or _LENGTH, purpose.length or 1 << 30)
-    if purpose.task == "masked language model" and tokenizer.mask_token_id is None:
-        raise DataError(f"{domain.name}: the tokenizer of {purpose.folder} has no mask token; save one into it")
+def _of_texts(domain: Domain, samples: Texts | TextStream | Generated, task: ModelTask, model: nn.Module) -> Domain:
+    tokenizer = _tokenizer(task.folder)
+    length = min(samples.length or task.length or _LENGTH, task.length or 1 << 30)
+    if task.kind == "masked language model" and tokenizer.mask_token_id is None:
+        raise DataError(f"{domain.name}: the tokenizer of {task.folder} has no mask token; save one into it")
     filler = _filler(tokenizer, model)
     if isinstance(samples, Generated):
-        if purpose.task != "causal language model":
-            raise UsageError(f"{domain.name}: a {purpose.task} generates nothing; causal language models do")
+        if task.kind != "causal language model":
+            raise UsageError(f"{domain.name}: a {task.kind} generates nothing; causal language models do")
         ids = _generate(model, tokenizer, samples, length, domain.name)
-        return replace(domain, samples=_Ids(ids), collate=lambda found: _language(tokenizer, purpose, filler, found))
-    if purpose.task == "text classification":
-        domain = _renumbered(domain, samples, purpose)
-        if purpose.likelihood == "gaussian" and domain.labels is not None and domain.labels.ndim == 1:
+        return replace(domain, samples=_Ids(ids), collate=lambda ids: _language(tokenizer, task, filler, ids))
+    if task.kind == "text classification":
+        domain = _renumbered(domain, samples, task)
+        if task.likelihood == "gaussian" and domain.labels is not None and domain.labels.ndim == 1:
             domain = replace(domain, labels=domain.labels.float()[:, None])
 
-        def classified(found: list[tuple[str, Tensor | None]]) -> Any:
-            encoded = _encode(tokenizer, [text for text, _ in found], length)
-            return _padded(filler, encoded), _labels([label for _, label in found], purpose)
+        def classified(pairs: list[tuple[str, Tensor | None]]) -> Any:
+            encoded = _encode(tokenizer, [text for text, _ in pairs], length)
+            return _padded(filler, encoded), _labels([label for _, label in pairs], task)
 
         return replace(domain, collate=classified)
     # The labels of a language model are the tokens of the text itself.
     domain = replace(domain, classes=None, labels=None)
     if isinstance(samples, Texts) and samples.pack is not None:
         blocks = _packed(tokenizer, samples, min(samples.pack, length), domain.name)
-        return replace(domain, samples=_Ids(blocks), collate=lambda found: _language(tokenizer, purpose, filler, found))
+        return replace(domain, samples=_Ids(blocks), collate=lambda ids: _language(tokenizer, task, filler, ids))
     return replace(
         domain,
-        collate=lambda found: _language(
-            tokenizer, purpose, filler, _encode(tokenizer, [text for text, _ in found], length)
+        collate=lambda pairs: _language(
+            tokenizer, task, filler, _encode(tokenizer, [text for text, _ in pairs], length)
         ),
     )
 
@@ -142,12 +142,12 @@ def _padded(filler: int, ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
 
 
 def _language(
-    tokenizer: Any, purpose: Purpose, filler: int, ids: Sequence[Sequence[int]]
+    tokenizer: Any, task: ModelTask, filler: int, ids: Sequence[Sequence[int]]
 ) -> tuple[dict[str, Tensor], Tensor]:
     inputs = _padded(filler, ids)
     labels = torch.full_like(inputs["input_ids"], IGNORED)
     for row, sample in enumerate(ids):
-        if purpose.task == "causal language model":
+        if task.kind == "causal language model":
             labels[row, : max(0, len(sample) - 1)] = torch.tensor(sample[1:], dtype=torch.long)
         else:
             _mask(tokenizer, inputs["input_ids"][row], labels[row], sample)
@@ -226,23 +226,23 @@ def _generating(model: Any, plain: Any) -> Iterator[Any]:
         model.generation_config = own
 
 
-def _renumbered(domain: Domain, samples: Texts | TextStream | Generated, purpose: Purpose) -> Domain:
+def _renumbered(domain: Domain, samples: Texts | TextStream | Generated, task: ModelTask) -> Domain:
     """Give labels that are names the numbers that the model has for them."""
-    if not isinstance(samples, Texts) or domain.labels is None or not domain.classes or not purpose.classes:
+    if not isinstance(samples, Texts) or domain.labels is None or not domain.classes or not task.classes:
         return domain
-    if domain.classes == purpose.classes or not set(domain.classes) <= set(purpose.classes):
+    if domain.classes == task.classes or not set(domain.classes) <= set(task.classes):
         return domain
-    numbers = torch.tensor([purpose.classes.index(name) for name in domain.classes])
+    numbers = torch.tensor([task.classes.index(name) for name in domain.classes])
     labels = numbers[domain.labels]
-    return replace(domain, samples=replace(samples, labels=labels), labels=labels, classes=purpose.classes)
+    return replace(domain, samples=replace(samples, labels=labels), labels=labels, classes=task.classes)
 
 
-def _labels(labels: list[Tensor | None], purpose: Purpose) -> Tensor | None:
+def _labels(labels: list[Tensor | None], task: ModelTask) -> Tensor | None:
     present = [label for label in labels if label is not None]
     if len(present) < len(labels):
         return None
     targets = torch.stack(present)
-    if purpose.likelihood == "gaussian" and targets.ndim == 1:
+    if task.likelihood == "gaussian" and targets.ndim == 1:
         targets = targets.float()[:, None]
     return targets
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ewc_finetune.checkpoint.open import Opened
+from ewc_finetune.checkpoint.open import LoadedModel
 from ewc_finetune.data.domain import Domain
-from ewc_finetune.data.layout import Layout, find_layout
+from ewc_finetune.data.input_spec import InputSpec, find_input_spec
 from ewc_finetune.errors import ArchitectureError, DataError
 from ewc_finetune.evaluation.presenting import say_numbers
 from ewc_finetune.likelihood.base import Likelihood
@@ -22,13 +22,13 @@ class BoundDomain:
 
     Attributes:
         domain: Its samples, as they are presented to the model.
-        layout: How they go in.
+        input_spec: How they go in.
         likelihood: What the outputs mean, of those that are active for it.
         outputs: Shape of the model's outputs for one sample.
     """
 
     domain: Domain
-    layout: Layout
+    input_spec: InputSpec
     likelihood: Likelihood
     outputs: tuple[int, ...]
 
@@ -39,7 +39,7 @@ class BoundDomain:
 
 
 def bind(
-    opened: Opened,
+    loaded: LoadedModel,
     domain: Domain,
     likelihood: Likelihood,
     device: torch.device,
@@ -49,7 +49,7 @@ def bind(
     """Find how the domain's samples go into the model, say it, and check outputs and labels before any work is done.
 
     Args:
-        opened: The model, on `device`; where the data differs from what is known of it, that is said.
+        loaded: The model, on `device`; where the data differs from what is known of it, that is said.
         domain: The data, as it is presented to the model.
         likelihood: The likelihood of the model's outputs, those of every head included.
         device: The device that the model is on.
@@ -61,9 +61,9 @@ def bind(
         DataError: if samples, outputs or labels don't suit, or the data numbers the model's classes otherwise; labels
             are checked all at once where they are known.
     """
-    record, likelihood = opened.record, domain.likelihood(likelihood)
-    layout, output_shape = find_layout(
-        opened.model, domain, device, lambda outputs: likelihood.check_outputs(outputs, domain.name), record.input
+    metadata, likelihood = loaded.metadata, domain.likelihood(likelihood)
+    input_spec, output_shape = find_input_spec(
+        loaded.model, domain, device, lambda outputs: likelihood.check_outputs(outputs, domain.name), metadata.input
     )
     if outputs is not None and output_shape[-1:] != (outputs,):
         raise ArchitectureError(
@@ -74,14 +74,14 @@ def bind(
         likelihood.check_targets(domain.labels, output_shape, domain.name)
     for remark in domain.remarks:
         progress.note(f"{domain.name}: {remark}")
-    progress.note(f"{domain.name}: samples of {layout.describe()}")
-    say_numbers(domain, layout, progress)
-    trained_on = tuple(record.input.get("shape", layout.shape))
-    if trained_on != layout.shape:
+    progress.note(f"{domain.name}: samples of {input_spec.describe()}")
+    say_numbers(domain, input_spec, progress)
+    trained_on = tuple(metadata.input.get("shape", input_spec.shape))
+    if trained_on != input_spec.shape:
         progress.note(f"{domain.name}: the model was trained on samples of another shape, {trained_on}")
-    if record.classes and domain.classes:
-        _compare_classes(record.classes, domain.classes, domain.name, progress)
-    return BoundDomain(domain, layout, likelihood, output_shape)
+    if metadata.classes and domain.classes:
+        _compare_classes(metadata.classes, domain.classes, domain.name, progress)
+    return BoundDomain(domain, input_spec, likelihood, output_shape)
 
 
 def _compare_classes(model: Sequence[str], data: Sequence[str], name: str, progress: Progress) -> None:

@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from ewc_finetune.checkpoint.open import Opened
+from ewc_finetune.checkpoint.open import LoadedModel
 from ewc_finetune.data.domain import Domain
-from ewc_finetune.data.layout import Layout
+from ewc_finetune.data.input_spec import InputSpec
 from ewc_finetune.data.numbering import AS_LISTED
 from ewc_finetune.evaluation.bound_domain import BoundDomain
 from ewc_finetune.likelihood.categorical import Categorical
@@ -38,13 +38,13 @@ def at_chance(accuracy: float, samples: int, classes: int) -> bool:
 
 
 def warn_at_chance(
-    bound: BoundDomain, opened: Opened, accuracy: float | None, samples: int, progress: Progress, *, own: bool
+    bound: BoundDomain, loaded: LoadedModel, accuracy: float | None, samples: int, progress: Progress, *, own: bool
 ) -> None:
     """Warn of a score that cannot be told from guessing.
 
     Args:
         bound: The domain; likelihoods of other outputs than a class for each sample are not guessed at.
-        opened: The model.
+        loaded: The model.
         accuracy: The score; None where there is none.
         samples: Which it is of.
         progress: Is told the warning.
@@ -54,7 +54,7 @@ def warn_at_chance(
     classes = bound.outputs[-1] if domain.active is None else len(domain.active)
     if bound.likelihood.name != Categorical.name or accuracy is None or not at_chance(accuracy, samples, classes):
         return
-    suspects = _suspects(domain, opened, bound.layout)
+    suspects = _suspects(domain, loaded, bound.input_spec)
     if not suspects and not own:
         return
     suspects = suspects or ["whether this is data that the model was trained for, with its labels"]
@@ -64,33 +64,33 @@ def warn_at_chance(
     )
 
 
-def _suspects(domain: Domain, opened: Opened, layout: Layout) -> list[str]:
+def _suspects(domain: Domain, loaded: LoadedModel, input_spec: InputSpec) -> list[str]:
     """Return what is most likely wrong, the likeliest first."""
     suspects = []
     assumption, said = domain.assumed, domain.transform is not None and domain.transform.mean is not None
-    image = len(layout.shape) == 3 and layout.raw and (layout.bytes_to_unit or domain.unit)
+    image = len(input_spec.shape) == 3 and input_spec.raw and (input_spec.bytes_to_unit or domain.unit)
     if image and assumption is not None and (said or assumption.source != "record"):
-        numbers = layout.transform.describe_numbers() or "from 0 to 1"
+        numbers = input_spec.transform.describe_numbers() or "from 0 to 1"
         suspects.append(
             f"how images go in ({numbers}): the data options mean= and std= say otherwise, and resize= and crop="
         )
-    if is_numbering_unknown(domain, opened):
+    if is_numbering_unknown(domain, loaded):
         suspects.append(
             f"the numbers of its classes, {domain.numbering}: labels= names them in the order of the model's outputs"
         )
     return suspects
 
 
-def is_numbering_unknown(domain: Domain, opened: Opened) -> bool:
+def is_numbering_unknown(domain: Domain, loaded: LoadedModel) -> bool:
     """Whether labels are names, and nothing says which of the model's outputs is called how."""
-    names = () if opened.purpose is None else opened.purpose.classes or ()
-    known = opened.record.classes or tuple(domain.classes or ()) == tuple(names)
-    return domain.classes is not None and domain.numbering is not None and not known and not opened.fresh
+    names = () if loaded.task is None else loaded.task.classes or ()
+    known = loaded.metadata.classes or tuple(domain.classes or ()) == tuple(names)
+    return domain.classes is not None and domain.numbering is not None and not known and not loaded.fresh
 
 
-def say_numbering(domain: Domain, opened: Opened, progress: Progress) -> None:
+def say_numbering(domain: Domain, loaded: LoadedModel, progress: Progress) -> None:
     """Say which number each class has, where that is a guess."""
-    if not is_numbering_unknown(domain, opened) or domain.classes is None:
+    if not is_numbering_unknown(domain, loaded) or domain.classes is None:
         return
     shown = [f"{n} {name}" for n, name in enumerate(domain.classes[:_LISTED])]
     more = len(domain.classes) - len(shown)

@@ -1,4 +1,4 @@
-"""How a domain's samples become inputs of a model that was opened: as itself, its record or its weights say."""
+"""How a domain's samples become inputs of a model that was loaded: as itself, its metadata or its weights say."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ import torch
 from torch.utils.data import TensorDataset
 
 from ewc_finetune.anchor.anchor import Anchor
-from ewc_finetune.checkpoint.open import Opened
+from ewc_finetune.checkpoint.open import LoadedModel
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.hugging_face import ImageColumn
 from ewc_finetune.data.images import ImageFiles
-from ewc_finetune.data.layout import Layout
+from ewc_finetune.data.input_spec import InputSpec
 from ewc_finetune.data.preprocessing import preprocessed
 from ewc_finetune.data.transform import Assumption, Transform
 from ewc_finetune.errors import UsageError
 from ewc_finetune.progress import Progress
 
 
-def presented(domain: Domain, opened: Opened, progress: Progress) -> Domain:
-    """Return a domain whose batches are what the model takes, but for the layout, which one sample shows.
+def presented(domain: Domain, loaded: LoadedModel, progress: Progress) -> Domain:
+    """Return a domain whose batches are what the model takes, but for the input spec, which one sample shows.
 
     Raises:
         DataError: see `preprocessed`.
         UsageError: if the data says what the model's own image processor says.
     """
-    encoded = preprocessed(domain, opened.purpose, opened.model, opened.label)
+    encoded = preprocessed(domain, loaded.task, loaded.model, loaded.label)
     if encoded is not domain:
         if domain.transform is not None and domain.transform.mean is not None:
             raise UsageError(
-                f"{domain.name}: the image processor of {opened.label} says how images are normalised "
+                f"{domain.name}: the image processor of {loaded.label} says how images are normalised "
                 "(preprocessor_config.json); leave mean and std out, or change it there"
             )
         return encoded
-    assumption = opened.assumption
+    assumption = loaded.assumption
     if assumption is None:
         return domain
     # Numbers of a spec are as the model's own were: normalised here, if those were.
-    own = opened.record.input
+    own = loaded.metadata.input
     alike = assumption.transform.mean is not None and own.get("bytes_to_unit") is False and own.get("raw", True)
     domain = replace(domain, assumed=assumption, unit=domain.unit or (alike and domain.transform is not None))
     return _reshaped(domain, assumption, progress)
@@ -68,19 +68,22 @@ def _reshaped(domain: Domain, assumption: Assumption, progress: Progress) -> Dom
     return domain
 
 
-def say_numbers(domain: Domain, layout: Layout, progress: Progress) -> None:
+def say_numbers(domain: Domain, input_spec: InputSpec, progress: Progress) -> None:
     """Say what was assumed of the numbers in images, and how to say otherwise."""
     assumption, said = domain.assumed, domain.transform
-    if assumption is None or len(layout.shape) != 3 or layout.names is not None:
+    if assumption is None or len(input_spec.shape) != 3 or input_spec.names is not None:
         return
-    known, numbers = assumption.transform.effective(), layout.transform.describe_numbers()
-    if not layout.raw:
+    known, numbers = assumption.transform.effective(), input_spec.transform.describe_numbers()
+    if not input_spec.raw:
         progress.note(
             f"{domain.name}: its images are no bytes, so they go in as they are; bytes would be "
             f"{known.describe_numbers()}"
         )
     elif said is not None and said.mean is not None:
-        if assumption.source == "record" and (known.mean, known.std) != (layout.transform.mean, layout.transform.std):
+        if assumption.source == "record" and (known.mean, known.std) != (
+            input_spec.transform.mean,
+            input_spec.transform.std,
+        ):
             before = known.describe_numbers() or "from 0 to 1"
             progress.note(f"{domain.name}: the model's own images were {before}; these are {numbers or 'from 0 to 1'}")
     elif assumption.source == "weights":
@@ -89,25 +92,25 @@ def say_numbers(domain: Domain, layout: Layout, progress: Progress) -> None:
             "checkpoint was trained otherwise, say so behind the data's question mark: mean=0&std=1 for images from "
             "0 to 1"
         )
-    elif known.mean is not None and layout.transform.mean is None:
+    elif known.mean is not None and input_spec.transform.mean is None:
         progress.note(
             f"{domain.name}: images go in from 0 to 1: the model's own were {known.describe_numbers()}, which does not "
-            f"go with {layout.shape[0]} channels. Say channels=, or mean= and std="
+            f"go with {input_spec.shape[0]} channels. Say channels=, or mean= and std="
         )
-    elif assumption.source == "nobody" and domain.unit | layout.bytes_to_unit:
+    elif assumption.source == "nobody" and domain.unit | input_spec.bytes_to_unit:
         progress.note(
             f"{domain.name}: images go in from 0 to 1, for nothing says what the model was trained on. If they were "
             "normalised then, say so behind the data's question mark: mean=imagenet&std=imagenet, or the numbers"
         )
 
 
-def say_anchors(anchors: Sequence[Anchor], layout: Layout, progress: Progress) -> None:
+def say_anchors(anchors: Sequence[Anchor], input_spec: InputSpec, progress: Progress) -> None:
     """Say which anchors are of images with other numbers than those that go in now: of another function, that is."""
     for anchor in anchors:
         theirs = anchor.provenance.input
-        before, now = Transform.read(theirs).describe_numbers(), layout.transform.describe_numbers()
-        raw = theirs.get("raw", True) and layout.raw
-        if raw and len(theirs.get("shape", [])) == len(layout.shape) == 3 and before != now:
+        before, now = Transform.read(theirs).describe_numbers(), input_spec.transform.describe_numbers()
+        raw = theirs.get("raw", True) and input_spec.raw
+        if raw and len(theirs.get("shape", [])) == len(input_spec.shape) == 3 and before != now:
             progress.note(
                 f"{anchor.label} was made with images {before or 'from 0 to 1'}, and here they are "
                 f"{now or 'from 0 to 1'}: its curvature is of another function of them"

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from ewc_finetune.anchor.probe_tensors import Probe
 from ewc_finetune.data.domain import Batch, Domain
-from ewc_finetune.data.layout import Layout, dtype_of
+from ewc_finetune.data.input_spec import InputSpec, dtype_of
 from ewc_finetune.errors import AnchorMismatchError, DataError, NonFiniteError
 from ewc_finetune.evaluation.bound_domain import BoundDomain
 from ewc_finetune.likelihood.active import Active
@@ -84,14 +84,14 @@ def take_probe(model: nn.Module, bound: BoundDomain, n: int, seed: int, device: 
         DataError: if there is no sample, or samples have shapes that don't go into one tensor.
         NonFiniteError: if the model answers with NaN.
     """
-    domain, layout, likelihood = bound.domain, bound.layout, bound.likelihood
+    domain, input_spec, likelihood = bound.domain, bound.input_spec, bound.likelihood
     with _as_it_is(model, device):
         inputs, labels = _choose(domain, n, seed)
         # The answers are those to the inputs as they are kept, rounded.
         inputs = each(_narrow, inputs)
         counted = None
         answers: list[Tensor] = []
-        for part, outputs in _run(model, inputs, layout, device, AT_ONCE):
+        for part, outputs in _run(model, inputs, input_spec, device, AT_ONCE):
             likelihood.check_outputs(outputs, domain.name)
             rows = wide(outputs)
             if likelihood.name == PerToken.name:
@@ -111,7 +111,7 @@ def take_probe(model: nn.Module, bound: BoundDomain, n: int, seed: int, device: 
         data=domain.name,
         split=domain.split,
         likelihood=likelihood.name,
-        layout=layout.to_json(),
+        layout=input_spec.to_json(),
         active=domain.active,
         seed=seed,
         counted=counted,
@@ -174,21 +174,21 @@ def _as_it_is(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _run(
-    model: nn.Module, inputs: Inputs, layout: Layout, device: torch.device, batch_size: int
+    model: nn.Module, inputs: Inputs, input_spec: InputSpec, device: torch.device, batch_size: int
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield which inputs are of a batch, and the model's outputs for them."""
     for start in range(0, count(inputs), batch_size):
         safe_point()
         part = slice(start, start + batch_size)
         moved = each(lambda tensor: tensor.to(device), take(inputs, part))
-        yield part, call(model, layout.present(moved, dtype_of(model)))
+        yield part, call(model, input_spec.present(moved, dtype_of(model)))
 
 
 def _asked(
     model: nn.Module, probe: Probe, device: torch.device, batch_size: int, where: str
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield as `_run` does; a file may say anything of its inputs, and a model raise anything for them."""
-    batches = _run(model, probe.inputs, Layout.read(probe.layout), device, batch_size)
+    batches = _run(model, probe.inputs, InputSpec.read(probe.layout), device, batch_size)
     while True:
         try:
             batch = next(batches, None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ewc_finetune.data.layout import feed
+from ewc_finetune.data.input_spec import feed
 from ewc_finetune.errors import DataError, NonFiniteError
 from ewc_finetune.evaluation.bound_domain import BoundDomain
 from ewc_finetune.modules.batch import call
@@ -57,7 +57,7 @@ def score(model: nn.Module, bound: BoundDomain, batch_size: int, device: torch.d
     domain, likelihood = bound.domain, bound.likelihood
     samples, loss, right, tokens = 0, 0.0, 0.0, 0
     with evaluating(model):
-        for inputs, labels in feed(domain.batches(batch_size), bound.layout, model, device):
+        for inputs, labels in feed(domain.batches(batch_size), bound.input_spec, model, device):
             if labels is None:
                 raise DataError(f"{domain.name} has no labels, and a score needs them")
             outputs = call(model, inputs)

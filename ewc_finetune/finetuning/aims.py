@@ -57,7 +57,7 @@ class Trial:
             before=Score(**known.pop("before")),
             score=Score(**known.pop("score")),
             watched=tuple(Score(**score) for score in known.pop("watched")),
-            retention=tuple(Retention(**found) for found in known.pop("retention")),
+            retention=tuple(Retention(**kept) for kept in known.pop("retention")),
             **known,
         )
 
@@ -205,11 +205,7 @@ class Retaining(_Threshold):
 
 
 class Best(Aim):
-    """The lambda with the best mean score over the new domain's held-out samples and the domains that are named.
-
-    Args:
-        domains: Their names.
-    """
+    """The lambda with the best mean score over the new domain's held-out samples and the domains that are named."""
 
     def __init__(self, domains: Sequence[str]) -> None:
         self.domains = tuple(domains)

@@ -18,7 +18,7 @@ from ewc_finetune.evaluation.score import score
 from ewc_finetune.finetuning.job import Job, ready
 from ewc_finetune.finetuning.outputs import written_as
 from ewc_finetune.finetuning.plan import Plan
-from ewc_finetune.finetuning.record import found
+from ewc_finetune.finetuning.record import findings
 from ewc_finetune.finetuning.search_runs import trials_cost
 from ewc_finetune.finetuning.trainer import Trainer, count_steps
 from ewc_finetune.modules.precision import float32_weights
@@ -29,16 +29,15 @@ from ewc_finetune.storage.atomic import beside
 def cost(todo: Plan) -> Estimate:
     """Train for a few steps and score a few batches, and put the model back as it was.
 
-    Args:
-        todo: The plan to carry out.
-
     Raises:
         EwcError: if model and data do not suit each other.
     """
     files = [] if todo.output is None else [*written_as(todo.start, todo.output), beside(todo.output, ".run")]
     identities = todo.identify()  # of the model as it is, before it is given another head
     with ready(todo, todo.strengths, todo.options.progress) as job:
-        return replace(_tried(todo, job), files=tuple(files), found=found(todo, job, identities, todo.strengths, None))
+        return replace(
+            _tried(todo, job), files=tuple(files), found=findings(todo, job, identities, todo.strengths, None)
+        )
 
 
 def _tried(todo: Plan, job: Job) -> Estimate:

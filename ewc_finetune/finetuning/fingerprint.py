@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ewc_finetune.anchor.anchor import Anchor
-from ewc_finetune.checkpoint.open import Opened
+from ewc_finetune.checkpoint.open import LoadedModel
 from ewc_finetune.data.domain import Domain, as_bytes
 from ewc_finetune.errors import DataError
 
@@ -20,7 +20,7 @@ _LOOKED_AT = 64
 
 
 def identify(
-    start: Opened,
+    start: LoadedModel,
     anchors: Sequence[Anchor],
     domain: Domain,
     scored: Sequence[Domain],

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ewc_finetune.checkpoint.architecture import with_outputs
-from ewc_finetune.checkpoint.checkpoint import Record
-from ewc_finetune.checkpoint.open import Opened
+from ewc_finetune.checkpoint.checkpoint import ModelMetadata
+from ewc_finetune.checkpoint.open import LoadedModel
 from ewc_finetune.choices import Head
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.errors import DataError
@@ -20,7 +20,9 @@ from ewc_finetune.modules.heads import find_head, replace_head
 from ewc_finetune.progress import Progress
 
 
-def give_head(start: Opened, head: Head, domain: Domain, seed: int, written: bool, progress: Progress) -> Opened:
+def give_head(
+    start: LoadedModel, head: Head, domain: Domain, seed: int, written: bool, progress: Progress
+) -> LoadedModel:
     """Give the model the head that is asked for, and record it.
 
     Args:
@@ -52,19 +54,19 @@ def give_head(start: Opened, head: Head, domain: Domain, seed: int, written: boo
         progress.note(f"head {name}: {outputs - layer.out_features} outputs are added to {layer.out_features}")
     else:
         progress.note(f"head {name}: {domain.name} has no label beyond its {outputs} outputs, so none is added")
-    record = replace(start.record, classes=None)  # they are the old head's
-    if record.architecture is not None and written and outputs != layer.out_features:
-        record = replace(record, architecture=with_outputs(record.architecture, outputs))
+    metadata = replace(start.metadata, classes=None)  # they are the old head's
+    if metadata.architecture is not None and written and outputs != layer.out_features:
+        metadata = replace(metadata, architecture=with_outputs(metadata.architecture, outputs))
     with random_state_kept(torch.device("cpu"), seed):
         replace_head(start.model, outputs, keep=head == "expand")
     if head == "new":
         names = head_names((name, layer))
-        record = replace(
-            record,
-            frozen=[parameter for parameter in record.frozen if parameter not in names],
+        metadata = replace(
+            metadata,
+            frozen=[parameter for parameter in metadata.frozen if parameter not in names],
             head={"parameters": list(names), "id": _head_id(start, domain, seed)},
         )
-    return replace(start, record=record)
+    return replace(start, metadata=metadata)
 
 
 def head_names(head: tuple[str, nn.Linear] | None) -> tuple[str, ...]:
@@ -72,19 +74,19 @@ def head_names(head: tuple[str, nn.Linear] | None) -> tuple[str, ...]:
     return () if head is None else tuple(f"{head[0]}.{name}" for name, _ in head[1].named_parameters())
 
 
-def _head_id(start: Opened, domain: Domain, seed: int) -> str:
+def _head_id(start: LoadedModel, domain: Domain, seed: int) -> str:
     """Return what tells one new head from another: what it was put on, for what data, and its seed."""
-    digest = hashlib.sha256(repr((start.sha256, start.record.lineage, domain.name, domain.size, seed)).encode())
+    digest = hashlib.sha256(repr((start.sha256, start.metadata.lineage, domain.name, domain.size, seed)).encode())
     for tensor in tensors(domain.first()):
         digest.update(repr(tensor.flatten().tolist()).encode())
     return digest.hexdigest()
 
 
-def class_names(record: Record, domain: Domain, head: Head) -> list[str] | None:
+def class_names(metadata: ModelMetadata, domain: Domain, head: Head) -> list[str] | None:
     """Return the names of the outputs, where all of them are known."""
     if head == "expand":
         return None
     known = None if domain.classes is None else list(domain.classes)
     if head == "new":
         return None if known is None or domain.labels is None else known[: int(domain.labels.max()) + 1]
-    return record.classes or known
+    return metadata.classes or known

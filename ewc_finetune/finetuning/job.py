@@ -11,9 +11,9 @@ from torch import nn
 from ewc_finetune.anchor.compatibility import remarks
 from ewc_finetune.anchor.heads import of_one_head
 from ewc_finetune.anchor.lineage import distinct, lineage_of
-from ewc_finetune.checkpoint.checkpoint import Record
-from ewc_finetune.checkpoint.open import Opened
-from ewc_finetune.data.layout import Layout
+from ewc_finetune.checkpoint.checkpoint import ModelMetadata
+from ewc_finetune.checkpoint.open import LoadedModel
+from ewc_finetune.data.input_spec import InputSpec
 from ewc_finetune.errors import UsageError
 from ewc_finetune.evaluation.bound_domain import BoundDomain, bind
 from ewc_finetune.evaluation.chance import say_numbering
@@ -38,16 +38,16 @@ class Job:
         watched: The domains to score, as the model takes them.
         penalty: The penalty of the anchors; None without any.
         frozen: Parameters that this run alone does not train.
-        record: What is to be known of the model that is written.
+        metadata: What is to be known of the model that is written.
         undoing: What puts a changed head back; closed when the job is done with, unless it was taken over.
     """
 
-    start: Opened
+    start: LoadedModel
     new: BoundDomain
     watched: list[BoundDomain]
     penalty: Penalty | None
     frozen: tuple[nn.Parameter, ...]
-    record: Record
+    metadata: ModelMetadata
     undoing: contextlib.ExitStack
 
     @contextlib.contextmanager
@@ -88,15 +88,15 @@ def _matched(plan: Plan, strengths: Sequence[float], undoing: contextlib.ExitSta
         start = give_head(start, options.head, domain, options.seed, options.output is not None, progress)
     for remark in [
         *(r for anchor in anchors for r in anchor.remarks),
-        *remarks(anchors, options.lineage, ("the model", start.record.head)),
+        *remarks(anchors, options.lineage, ("the model", start.metadata.head)),
     ]:
         progress.note(remark)
     if options.head != "new":
         say_numbering(domain, start, progress)
-    known, outputs = start.record, None if old is None else find_head(start.model)[1].out_features
+    known, outputs = start.metadata, None if old is None else find_head(start.model)[1].out_features
     new = bind(start, domain, plan.likelihood, plan.device, progress, outputs)
-    say_anchors(anchors, new.layout, progress)
-    watched = _watched(plan, start, new.layout, progress)
+    say_anchors(anchors, new.input_spec, progress)
+    watched = _watched(plan, start, new.input_spec, progress)
     growing = head_names(old) if old is not None and options.head == "expand" else ()
     frozen = _frozen(start.model, options.freeze)
     with _frozen_in(frozen):
@@ -106,23 +106,23 @@ def _matched(plan: Plan, strengths: Sequence[float], undoing: contextlib.ExitSta
             if anchors
             else None
         )
-    record = Record(
+    metadata = ModelMetadata(
         architecture=known.architecture,
-        input=new.layout.to_json(),
+        input=new.input_spec.to_json(),
         classes=class_names(known, domain, options.head),
         head=known.head,
         lineage=distinct([*known.lineage, *lineage_of(anchors, strengths)]),
         frozen=known.frozen,
         likelihood=plan.likelihood.name,
     )
-    return Job(start, new, watched, penalty, frozen, record, undoing)
+    return Job(start, new, watched, penalty, frozen, metadata, undoing)
 
 
-def _watched(plan: Plan, start: Opened, layout: Layout, progress: Progress) -> list[BoundDomain]:
+def _watched(plan: Plan, start: LoadedModel, input_spec: InputSpec, progress: Progress) -> list[BoundDomain]:
     """Return the domains to score, as the model takes them."""
-    known = start.record
+    known = start.metadata
     # Where nothing is known of the model, all its data are as the new domain says.
-    alike = start if known.input else replace(start, record=replace(known, input=layout.to_json()))
+    alike = start if known.input else replace(start, metadata=replace(known, input=input_spec.to_json()))
     watched = []
     for scored in plan.scored:
         domain = presented(scored, alike, Silent())

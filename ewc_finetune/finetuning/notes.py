@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.anchor.provenance import Provenance
-from ewc_finetune.checkpoint.open import Opened
+from ewc_finetune.checkpoint.open import LoadedModel
 from ewc_finetune.finetuning.schedule import Schedule
 from ewc_finetune.modules.modes import normalisation_layers
 from ewc_finetune.penalty.penalty import Penalty
@@ -40,7 +40,7 @@ def _curvature(origin: Provenance) -> str:
 
 def say(
     progress: Progress,
-    start: Opened,
+    start: LoadedModel,
     anchors: Sequence[Anchor],
     strengths: Sequence[float],
     penalty: Penalty | None,

@@ -66,10 +66,10 @@ class RunObserver:
         self.history = history
         self.seconds = state["seconds"]
         scored = [line["scores"] for line in history if "scores" in line]
-        self.before = [Score(**found) for found in scored[0].values()]
-        self.readings.scores = [Score(**found) for found in scored[-1].values()]
+        self.before = [Score(**values) for values in scored[0].values()]
+        self.readings.scores = [Score(**values) for values in scored[-1].values()]
         measured = [line["retention"] for line in history if "retention" in line]
-        self.readings.retention = [Retention(**found) for found in measured[-1]] if measured else []
+        self.readings.retention = [Retention(**values) for values in measured[-1]] if measured else []
         self._started = time.perf_counter()
 
     def log(self, line: dict[str, Any]) -> None:
@@ -164,7 +164,7 @@ class RunObserver:
         """
         evaluated = {line["step"] for line in self.history if "scores" in line} - {0}
         readings = [line for line in self.history if "retention" in line and line["step"] in evaluated][-3:]
-        shares = [least_unchanged([Retention(**found) for found in line["retention"]]) or 0.0 for line in readings]
+        shares = [least_unchanged([Retention(**values) for values in line["retention"]]) or 0.0 for line in readings]
         if len(shares) == 3 and shares == sorted(shares, reverse=True):
             self.check_retention(step)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from ewc_finetune.checkpoint.checkpoint import check_ending
 from ewc_finetune.checkpoint.formats.state_dict import StateDict
 from ewc_finetune.checkpoint.formats.transformers_folder import HuggingFace
-from ewc_finetune.checkpoint.open import Opened
+from ewc_finetune.checkpoint.open import LoadedModel
 from ewc_finetune.errors import StorageError, UsageError
 from ewc_finetune.progress import Progress
 from ewc_finetune.runs.folder import check_run_folder
@@ -16,14 +16,14 @@ from ewc_finetune.runs.record import Run
 from ewc_finetune.storage.atomic import beside, check_output
 
 
-def written_as(start: Opened, output: Path) -> list[Path]:
+def written_as(start: LoadedModel, output: Path) -> list[Path]:
     """Return the files that a model will be written as."""
     return [output] if start.checkpoint is None else start.checkpoint.outputs(output)
 
 
 def check_outputs(
     output: Path,
-    start: Opened | None,
+    start: LoadedModel | None,
     overwrite: bool,
     inputs: Sequence[object],
     earlier: Run | None,
@@ -55,7 +55,9 @@ def check_outputs(
     return overwrite
 
 
-def _check_files(output: Path, start: Opened, overwrite: bool, inputs: Sequence[object], progress: Progress) -> None:
+def _check_files(
+    output: Path, start: LoadedModel, overwrite: bool, inputs: Sequence[object], progress: Progress
+) -> None:
     kind = start.checkpoint or StateDict
     for path in written_as(start, output):
         check_output(path, overwrite, inputs, folder=kind.format == HuggingFace.format, note=progress.note)

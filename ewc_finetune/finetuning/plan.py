@@ -12,10 +12,10 @@ from torch import nn
 
 from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.checkpoint.architecture import FORMS, looks_like_architecture
-from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.formats.from_anchor import FromAnchor
 from ewc_finetune.checkpoint.location import is_there
-from ewc_finetune.checkpoint.open import Opened, open_checkpoint, open_fresh, open_model
+from ewc_finetune.checkpoint.open import LoadedModel, open_checkpoint, open_fresh, open_model
 from ewc_finetune.checkpoint.pin import fetched_anchors, pinned_model
 from ewc_finetune.choices import DEFAULT_LAMBDA, LikelihoodName
 from ewc_finetune.data.domain import Domain
@@ -66,7 +66,7 @@ class Plan:
 
     options: FinetuneOptions
     schedule: Schedule
-    start: Opened
+    start: LoadedModel
     fresh: bool
     anchors: list[Anchor]
     strengths: list[float]
@@ -90,9 +90,6 @@ class Plan:
 def plan(options: FinetuneOptions) -> Plan:
     """Open and check everything that a fine-tune takes; what is wrong is said all at once, as far as it can be known.
 
-    Args:
-        options: The options that the command was given.
-
     Raises:
         EwcError: naming what is wrong with the model, an anchor, the data, an option or a file.
     """
@@ -115,18 +112,18 @@ def plan(options: FinetuneOptions) -> Plan:
     if not mistakes.found:
         with mistakes.noted():
             start, fresh = _open_start(options, anchors, domain)
-    opened, overwrite = not mistakes.found, options.overwrite
+    loaded, overwrite = not mistakes.found, options.overwrite
     with mistakes.noted():
         if output is not None:
             inputs = [options.model, *given]
-            overwrite = check_outputs(output, start if opened else None, overwrite, inputs, earlier, progress)
+            overwrite = check_outputs(output, start if loaded else None, overwrite, inputs, earlier, progress)
     with mistakes.noted():
         check_declared(options)
     with mistakes.noted():
         device = choose_device(options.device)
     with mistakes.noted():
         strengths = _strengths(options.lambdas, len(given), anchors)
-    if opened:
+    if loaded:
         with mistakes.noted():
             rule = get_likelihood(_likelihood_of(options.likelihood, anchors, start), options)
         with mistakes.noted():
@@ -140,7 +137,7 @@ def plan(options: FinetuneOptions) -> Plan:
     schedule = replace(options, norm_stats=options.norm_stats or ("update" if fresh else "frozen"))
     facts = {"read": domain.read_singly, "normalised": bool(normalisation_layers(start.model))}
     say_idle(options, FINETUNE, facts, progress)
-    start = replace(start, record=_known(start.record, anchors))
+    start = replace(start, metadata=_known(start.metadata, anchors))
     return Plan(
         options, schedule, start, fresh, anchors, strengths, domain, scored, specs, chosen, aim, rule, device, output,
         overwrite, earlier,
@@ -160,7 +157,7 @@ def _strengths(
     return spread_lambdas(lambdas, given or 1)[:given]
 
 
-def _open_start(options: FinetuneOptions, anchors: Sequence[Anchor], domain: Domain) -> tuple[Opened, bool]:
+def _open_start(options: FinetuneOptions, anchors: Sequence[Anchor], domain: Domain) -> tuple[LoadedModel, bool]:
     """Open what the run starts from; also return whether its weights are fresh."""
     model, architecture = options.model, options.architecture
     if model is None:
@@ -183,8 +180,8 @@ def _sample_shape(domain: Domain) -> tuple[int, ...]:
     return tuple(sample.shape[1:])
 
 
-def _likelihood_of(asked: LikelihoodName | None, anchors: Sequence[Anchor], start: Opened) -> str:
-    """Return the name of the likelihood: as asked for, else the anchors', else the model's own (`Opened.likelihood`).
+def _likelihood_of(asked: LikelihoodName | None, anchors: Sequence[Anchor], start: LoadedModel) -> str:
+    """Name the likelihood: as asked for, else the anchors', else the model's own (`LoadedModel.likelihood`).
 
     Raises:
         UsageError: if another is asked for than the anchors'.
@@ -198,12 +195,12 @@ def _likelihood_of(asked: LikelihoodName | None, anchors: Sequence[Anchor], star
     return known
 
 
-def _known(record: Record, anchors: Sequence[Anchor]) -> Record:
+def _known(metadata: ModelMetadata, anchors: Sequence[Anchor]) -> ModelMetadata:
     """Return what is known of the model: one that was passed in knows nothing of its data, but its anchors do."""
-    if anchors and not record.input:
+    if anchors and not metadata.input:
         origin = anchors[-1].provenance
-        return replace(record, input=origin.input, classes=origin.classes, head=origin.head)
-    return record
+        return replace(metadata, input=origin.input, classes=origin.classes, head=origin.head)
+    return metadata
 
 
 def _scored(

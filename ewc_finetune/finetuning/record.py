@@ -11,14 +11,14 @@ from ewc_finetune.finetuning.lambda_search import Search
 from ewc_finetune.finetuning.plan import Plan
 
 
-def found(
+def findings(
     plan: Plan, job: Job, identities: Mapping[str, Any], strengths: Sequence[float], search: Search | None
 ) -> dict[str, Any]:
     """Return what the options of a run turned out to be; `identities` is what `identify` gave, before the job."""
     start, domain, watched = job.start, job.new.domain, [bound.domain for bound in job.watched]
     return {
         "model": start.label,
-        "checkpoint": {"sha256": start.sha256, "architecture": start.record.architecture},
+        "checkpoint": {"sha256": start.sha256, "architecture": start.metadata.architecture},
         "parameters": sum(parameter.numel() for parameter in start.model.parameters()),
         "anchors": [
             {
@@ -37,7 +37,7 @@ def found(
             "digest": identities["the digest of the data"],
         },
         "eval": [{"spec": one.name, "split": one.split, "size": one.size} for one in watched],
-        "input": job.new.layout.to_json(),
+        "input": job.new.input_spec.to_json(),
         "likelihood": plan.likelihood.name,
         "norm_stats": plan.schedule.norm_stats,
         "lambda_search": None if search is None else search.to_json(),

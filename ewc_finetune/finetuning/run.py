@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ewc_finetune.checkpoint.formats.state_dict import StateDict, save_state_dict
-from ewc_finetune.checkpoint.open import Opened
+from ewc_finetune.checkpoint.open import LoadedModel
 from ewc_finetune.errors import OccupiedError, RetentionError, StorageError
 from ewc_finetune.evaluation.retention import meters
 from ewc_finetune.finetuning.best_state import Selection
@@ -23,7 +23,7 @@ from ewc_finetune.finetuning.observer import RunObserver, Sink
 from ewc_finetune.finetuning.options import FinetuneOptions
 from ewc_finetune.finetuning.plan import Plan, plan
 from ewc_finetune.finetuning.readings import Readings
-from ewc_finetune.finetuning.record import found
+from ewc_finetune.finetuning.record import findings
 from ewc_finetune.finetuning.request import UNSAID, asked, command_of
 from ewc_finetune.finetuning.resume import check_identities, check_left
 from ewc_finetune.finetuning.run_checkpoints import RunCheckpoints
@@ -44,9 +44,6 @@ def run(todo: Plan) -> Finetuned:
 
     The same seed on the same machine gives the same bytes, be it in one go or resumed.
 
-    Args:
-        todo: The plan to carry out.
-
     Raises:
         EwcError: if model and data do not suit each other, or the run ends early (the loss becomes NaN, say). The state
             of the last evaluation is kept then: a module that was passed in goes back to it, and the run folder has it
@@ -65,7 +62,7 @@ def run(todo: Plan) -> Finetuned:
         job = closing.enter_context(ready(todo, strengths, progress))
         state, history = None, list[dict[str, Any]]()
         if folder is not None:
-            folder.update(found=found(todo, job, identities, strengths, search))
+            folder.update(found=findings(todo, job, identities, strengths, search))
             state, history = folder.load_state()
         observer = _observer(todo, job, folder, _sinks(folder, options.tensorboard, state, closing))
         with _put_back(observer.checkpoints):
@@ -83,8 +80,8 @@ def run(todo: Plan) -> Finetuned:
         training_loss=training_loss(observer.history),
         retention=observer.readings.retention,
         norm_stats=todo.schedule.norm_stats or "frozen",
-        lineage=job.record.lineage,
-        head=job.record.head,
+        lineage=job.metadata.lineage,
+        head=job.metadata.head,
         output=todo.output,
         run=None if folder is None else folder.path,
     )
@@ -98,9 +95,9 @@ def _observer(todo: Plan, job: Job, folder: RunFolder | None, sinks: Sequence[Si
     """Return what watches the run; from here on it undoes what a run leaves unfinished."""
     model, size = job.start.model, 2 * todo.schedule.batch_size
     selection = None if todo.chosen is None else Selection(todo.chosen, todo.schedule.patience)
-    readings = Readings(model, job.watched, meters(model, todo.anchors, job.record.head), size, todo.device)
+    readings = Readings(model, job.watched, meters(model, todo.anchors, job.metadata.head), size, todo.device)
     of_caller = isinstance(todo.options.model, nn.Module)
-    checkpoints = RunCheckpoints(model, job.record, folder, selection, of_caller, job.undoing.pop_all().close)
+    checkpoints = RunCheckpoints(model, job.metadata, folder, selection, of_caller, job.undoing.pop_all().close)
     return RunObserver(readings, checkpoints, sinks, todo.options.retain, todo.options.progress)
 
 
@@ -186,7 +183,7 @@ def _write(todo: Plan, job: Job, observer: RunObserver, folder: RunFolder, outpu
     loss = training_loss(observer.history)
     save = save_state_dict if start.checkpoint is None else start.checkpoint.save
     with folder.writing(), _kept(start, checkpoints, folder, output):
-        save(output, start.model, job.record, overwrite=todo.overwrite)
+        save(output, start.model, job.metadata, overwrite=todo.overwrite)
     try:
         draw_run(folder.path / "figure.png", observer.history, f"Fine-tuning on {job.new.name}")
     except StorageError as error:  # the model is there, which is what counts
@@ -198,9 +195,9 @@ def _write(todo: Plan, job: Job, observer: RunObserver, folder: RunFolder, outpu
         step=checkpoints.step,
         seconds=round(observer.elapsed(), 3),
         training_loss=None if loss is None else asdict(loss),
-        before=[asdict(found) for found in observer.before],
-        after=[asdict(found) for found in readings.scores],
-        retention=[asdict(found) for found in readings.retention] or None,
+        before=[asdict(score) for score in observer.before],
+        after=[asdict(score) for score in readings.scores],
+        retention=[asdict(kept) for kept in readings.retention] or None,
         layers=layers,
     )
 
@@ -229,7 +226,7 @@ def _folder(todo: Plan, output: Path, identities: Mapping[str, Any]) -> RunFolde
 
 
 @contextlib.contextmanager
-def _kept(start: Opened, checkpoints: RunCheckpoints, folder: RunFolder, output: Path) -> Iterator[None]:
+def _kept(start: LoadedModel, checkpoints: RunCheckpoints, folder: RunFolder, output: Path) -> Iterator[None]:
     """Leave what was trained in the run folder as a state dict, if it cannot be written in its own format.
 
     Raises:
@@ -243,7 +240,7 @@ def _kept(start: Opened, checkpoints: RunCheckpoints, folder: RunFolder, output:
         kept = folder.last if checkpoints.step == checkpoints.last else folder.best(checkpoints.step)
         if not kept.exists():
             try:
-                save_state_dict(kept, start.model, checkpoints.record)
+                save_state_dict(kept, start.model, checkpoints.metadata)
             except StorageError:  # the disk may be what stopped it
                 raise error from None
         reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.formats.state_dict import save_state_dict
 from ewc_finetune.errors import StorageError
 from ewc_finetune.evaluation.score import Score
@@ -23,7 +23,7 @@ class RunCheckpoints:
 
     Args:
         model: The model that is trained.
-        record: What a checkpoint of it records.
+        metadata: What a checkpoint of it records.
         folder: The run folder.
         selection: Says which state is the best, where that is asked for.
         keep: Whether the model belongs to a caller, who gets it back as it was if the run fails.
@@ -39,13 +39,13 @@ class RunCheckpoints:
     def __init__(
         self,
         model: nn.Module,
-        record: Record,
+        metadata: ModelMetadata,
         folder: RunFolder | None,
         selection: Selection | None,
         keep: bool,
         undo: Callable[[], None],
     ) -> None:
-        self.model, self.record, self.folder, self.selection = model, record, folder, selection
+        self.model, self.metadata, self.folder, self.selection = model, metadata, folder, selection
         self.dtypes: dict[str, torch.dtype] = {}
         self.last = self.step = 0
         self.start_weights = cpu_copy(dict(model.named_parameters())) if folder is not None else {}
@@ -70,7 +70,7 @@ class RunCheckpoints:
         if self.selection is None:
             return
         self.selection.load_state(state["selection"])
-        self._best_scores = [Score(**found) for found in state["best_scores"]]
+        self._best_scores = [Score(**values) for values in state["best_scores"]]
         if self.folder is not None and not self.folder.best(self.selection.step).exists():
             raise StorageError(
                 f"{self.folder.best(self.selection.step)}, the best state of the run, is gone; put it back, or start "
@@ -90,7 +90,7 @@ class RunCheckpoints:
         if self.selection.take(scores, step):
             self._best_scores = list(scores)
             if self.folder is not None:
-                save_state_dict(self.folder.best(step), self.model, self.record, self.dtypes)
+                save_state_dict(self.folder.best(step), self.model, self.metadata, self.dtypes)
             else:
                 self._best = cpu_copy(self.model.state_dict())
         return not self.selection.exhausted
@@ -104,12 +104,12 @@ class RunCheckpoints:
         """
         if self.folder is None:
             return
-        save_state_dict(self.folder.last, self.model, self.record, self.dtypes)
+        save_state_dict(self.folder.last, self.model, self.metadata, self.dtypes)
         journal = {
             "step": self.last,
             "seconds": seconds,
             "selection": None if self.selection is None else self.selection.state(),
-            "best_scores": [asdict(found) for found in self._best_scores],
+            "best_scores": [asdict(score) for score in self._best_scores],
         }
         self.folder.save_state({"training": training(), "journal": journal})
         if self.selection is not None:

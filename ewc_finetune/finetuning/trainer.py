@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ewc_finetune.data.domain import Batch, Domain
-from ewc_finetune.data.layout import feed
+from ewc_finetune.data.input_spec import feed
 from ewc_finetune.errors import DataError, NonFiniteError, UsageError
 from ewc_finetune.evaluation.bound_domain import BoundDomain
 from ewc_finetune.finetuning.schedule import Schedule
@@ -66,7 +66,7 @@ class Trainer:
         bar: Bar,
         observer: Observer,
     ) -> None:
-        self.model, self.domain, self.layout, self.likelihood = model, new.domain, new.layout, new.likelihood
+        self.model, self.domain, self.input_spec, self.likelihood = model, new.domain, new.input_spec, new.likelihood
         self.penalty, self.schedule, self.shuffle, self.bar, self.observer = penalty, schedule, shuffle, bar, observer
         self.device = next(model.parameters()).device
         self.optimizer = make_optimizer(model, schedule)
@@ -177,7 +177,7 @@ class Trainer:
             for _ in islice(batches, 0 if by_number else self.batch):
                 pass
             set_random_state(random, self.device)
-        fed = feed(batches, self.layout, self.model, self.device)
+        fed = feed(batches, self.input_spec, self.model, self.device)
         if self.schedule.accumulate == 1:
             return ([batch] for batch in fed)
         return iter(lambda: list(islice(fed, self.schedule.accumulate)), [])

@@ -100,9 +100,9 @@ def outputs_of(result: Any) -> Tensor:
     if isinstance(result, Mapping):
         named = {str(name): value for name, value in result.items() if isinstance(value, Tensor)}
     elif isinstance(result, (tuple, list)) and not hasattr(result, "logits"):
-        found = next((value for value in result if isinstance(value, Tensor)), None)
-        if found is not None:
-            return found
+        first = next((value for value in result if isinstance(value, Tensor)), None)
+        if first is not None:
+            return first
         named = {}
     else:
         named = {name: v for name in ("logits", "out") if isinstance(v := getattr(result, name, None), Tensor)}

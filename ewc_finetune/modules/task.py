@@ -12,19 +12,19 @@ Task = Literal["text classification", "image classification", "causal language m
 
 
 @dataclass(frozen=True)
-class Purpose:
+class ModelTask:
     """What a model of transformers is for.
 
     Attributes:
         folder: With its tokenizer or image processor.
-        task: What it does with its inputs; None for one that is not known here, which takes tensors alone.
+        kind: What it does with its inputs; None for one that is not known here, which takes tensors alone.
         likelihood: How its outputs are meant.
         classes: Their names, where the config has any.
         length: How many tokens it can take, where the config says.
     """
 
     folder: Path
-    task: Task | None
+    kind: Task | None
     likelihood: LikelihoodName
     classes: tuple[str, ...] | None
     length: int | None

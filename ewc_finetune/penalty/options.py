@@ -69,7 +69,7 @@ class MergeOptions(Storing, Summing, Told):
         online: Take the running form instead: `F <- gamma F + lambda_k F_k` from the oldest to the newest, with the
             newest one's weights for the centre (Schwarz et al. 2018, "Progress & compress").
         gamma: How much of the older curvature stays at each newer anchor, 0 to 1; `online` alone.
-        lineage: See `collapse`; offline alone.
+        lineage: See `sum_quadratics`; offline alone.
         head: `expand` for anchors of which the last layer got more outputs from one to the next: those of fewer
             outputs hold the first ones. What one anchor alone knows of a layer that was replaced is left out anyway.
         kfac_sum: The block for a sum of blocks: that of weighted sums of the `factors`, which keeps the trace, or the

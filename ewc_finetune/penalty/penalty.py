@@ -21,7 +21,7 @@ from ewc_finetune.curvature.kronecker_block import Block
 from ewc_finetune.errors import AnchorMismatchError, UsageError
 from ewc_finetune.modules.wrappers import fitting, without
 from ewc_finetune.penalty.kronecker_penalty import HeldLayer
-from ewc_finetune.penalty.quadratic import collapse, spread_lambdas
+from ewc_finetune.penalty.quadratic import spread_lambdas, sum_quadratics
 
 # Tensors are worked on in pieces of so many numbers: on the CPU what is made on the way stays near the cache, on an
 # accelerator they are as many as one fused call should take.
@@ -45,7 +45,7 @@ class Penalty:
     >>> torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     >>> optimizer.step()
 
-    The collapsed stack is all that it keeps: two tensors for each parameter, however many anchors there are, but for
+    The summed quadratic is all that it keeps: two tensors for each parameter, however many anchors there are, but for
     K-FAC blocks, of which it keeps every anchor's.
 
     Args:
@@ -57,7 +57,7 @@ class Penalty:
             by the implicit step of the penalty: stable at any lambda, and decoupled from the optimizer as AdamW
             decouples weight decay. It is exact, but that of several K-FAC blocks on one layer is solved by conjugate
             gradients, to three digits.
-        lineage: See `collapse`.
+        lineage: See `sum_quadratics`.
         growing: Parameters that may have more rows than the anchors know, which hold the first ones then.
 
     Attributes:
@@ -87,7 +87,7 @@ class Penalty:
         parameters = named | without(named, fitting(named, stacked[-1].held_shapes() if stacked else ()))
         for anchor in stacked:
             check_fit(parameters, anchor, growing)
-        quadratic = collapse(stacked, strengths, lineage, growing=growing)
+        quadratic = sum_quadratics(stacked, strengths, lineage, growing=growing)
         self.form = form
         self._handles: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDictionary()
         self._constant = math.fsum(quadratic.constant.values())

@@ -1,4 +1,4 @@
-"""A stack: several anchors with a lambda each, collapsed into one quadratic.
+"""A stack: several anchors with a lambda each, summed to one quadratic.
 
 A weighted sum of diagonal quadratics is a diagonal quadratic: with `F = sum_k lambda_k F_k` and
 `centre = sum_k lambda_k F_k theta*_k / F`,
@@ -65,7 +65,7 @@ def spread_lambdas(lambdas: float | Sequence[float], anchors: int) -> list[float
     return values
 
 
-def collapse(
+def sum_quadratics(
     anchors: Sequence[Anchor],
     lambdas: Sequence[float],
     lineage: Lineage = "all",

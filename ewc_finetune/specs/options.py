@@ -95,7 +95,7 @@ def spoken(options: Any, name: str) -> str:
 
 def names_of(options: Any, which: Callable[[Option], object]) -> set[str]:
     """Return the names on the command line of the options of which something holds."""
-    return {spoken(options, one.name) for one, found in declared(options) if which(found)}
+    return {spoken(options, one.name) for one, known in declared(options) if which(known)}
 
 
 @dataclass(frozen=True)
@@ -130,24 +130,21 @@ def check_declared(options: Any, only: Any = None) -> None:
     Raises:
         UsageError: naming the option, its value and what is expected.
     """
-    for one, found in declared(only or options):
+    for one, known in declared(only or options):
         value, name = getattr(options, one.name), one.name.replace("_", " ")
-        if (value is None and one.default is None) or found.many:
+        if (value is None and one.default is None) or known.many:
             continue
         whole = type(value) is not bool and isinstance(value, numbers.Integral)
-        if found.least is not None and not (whole and value >= found.least):
-            raise UsageError(f"{name} is {value}; expected a whole number, at least {found.least}")
-        if found.choices and not found.wider:
-            check_choice(name, value, found.choices)
+        if known.least is not None and not (whole and value >= known.least):
+            raise UsageError(f"{name} is {value}; expected a whole number, at least {known.least}")
+        if known.choices and not known.wider:
+            check_choice(name, value, known.choices)
 
 
 def takes(options: Callable[P, OptionsT]) -> Callable[[Callable[[OptionsT], Result]], Callable[P, Result]]:
     """Have a function of a command's options be called with the options themselves, as its dataclass is made.
 
     Its signature and its documentation list the options, with the help that the command line has for each.
-
-    Args:
-        options: The dataclass.
 
     Raises:
         TypeError: when it is called with a keyword that there isn't, naming the nearest.

@@ -54,12 +54,6 @@ def read_checksums(
 ) -> dict[str, str] | None:
     """Return the checksums of the tensors of a file, whose header is compared with its own; None if it has none.
 
-    Args:
-        metadata: The metadata of the file.
-        entries: Type and shape of each tensor.
-        where: The file, for messages.
-        error: The class of the error to raise.
-
     Raises:
         EwcError: of that kind, if the header is not the one that was written.
     """
@@ -104,9 +98,6 @@ def damaged(what: str, where: str, error: type[EwcError]) -> EwcError:
 
 class CheckedSource(TensorSource):
     """Tensors that are compared with their checksums when they are first read, where there are any.
-
-    Args:
-        source: The file that the tensors are in.
 
     Raises:
         AnchorError: if the header is not the one that was written.

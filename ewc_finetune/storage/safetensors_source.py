@@ -232,14 +232,14 @@ def header_length(start: bytes, label: str) -> int:
     return length
 
 
-def parse_header(found: bytes, label: str) -> Header:
+def parse_header(header: bytes, label: str) -> Header:
     """Parse a header, with the eight bytes in front of it; tensors must follow one another without gaps.
 
     Raises:
         AnchorError: if it is damaged.
     """
     try:
-        document = json.loads(found[8:])
+        document = json.loads(header[8:])
         metadata = document.pop("__metadata__", {})
         entries = {
             str(name): Entry(str(told["dtype"]), _whole(told["shape"]), *_whole(told["data_offsets"]))
@@ -262,7 +262,7 @@ def parse_header(found: bytes, label: str) -> Header:
         at = entry.end
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise unreadable(label, "its metadata are not texts")
-    return Header(metadata, ordered, len(found), at)
+    return Header(metadata, ordered, len(header), at)
 
 
 def make_header(metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> bytes:

@@ -33,9 +33,6 @@ class Workspace:
 
     Args:
         folder: The other one, where what is made will be.
-
-    Attributes:
-        path: The hidden folder.
     """
 
     def __init__(self, folder: Path) -> None:

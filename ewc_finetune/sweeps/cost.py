@@ -14,9 +14,6 @@ from ewc_finetune.sweeps.plan import SweepPlan, what_is_left
 def cost(swept: SweepPlan) -> Estimate:
     """Return what the runs that are left will need.
 
-    Args:
-        swept: The sweep.
-
     Raises:
         EwcError: see `what_is_left`.
     """

@@ -76,9 +76,6 @@ class Left:
 def plan(options: SweepOptions) -> SweepPlan:
     """Check everything that a sweep takes, and try a little of a run of each kind.
 
-    Args:
-        options: The options that the command was given.
-
     Raises:
         EwcError: naming what is wrong with an option, an anchor, the data or the folder.
     """

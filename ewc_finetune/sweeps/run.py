@@ -52,9 +52,6 @@ def run(swept: SweepPlan) -> Sweep:
     Called again, it makes what is not there yet and goes on with what was stopped; a run that fails does not end the
     others, and is tried again.
 
-    Args:
-        swept: The sweep.
-
     Raises:
         EwcError: if every run failed.
     """

@@ -37,12 +37,7 @@ _PROGRAM = (
 
 @dataclass(frozen=True)
 class Job:
-    """One fine-tune.
-
-    Attributes:
-        name: The name of this one in messages.
-        options: The options of that fine-tune.
-    """
+    """One fine-tune."""
 
     name: str
     options: FinetuneOptions

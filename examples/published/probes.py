@@ -29,7 +29,7 @@ from torch import nn
 import ewc_finetune as ewc
 from ewc_finetune.checkpoint.builtin_models import MLP
 from ewc_finetune.data.domain import Domain
-from ewc_finetune.data.layout import Layout
+from ewc_finetune.data.input_spec import InputSpec
 from ewc_finetune.data.sources import load_domain
 from ewc_finetune.evaluation.bound_domain import BoundDomain
 from ewc_finetune.evaluation.probe import take_probe
@@ -104,8 +104,8 @@ def run_seed(seed: int, data_dir: Path | None, quick: bool) -> list[Reading]:
 
 
 def probe_of(model: nn.Module, domain: Domain, size: int, draw: int) -> ewc.Probe:
-    layout = Layout((1, 28, 28), flat=True, bytes_to_unit=True)
-    bound = BoundDomain(domain, layout, get_likelihood("categorical"), (10,))
+    input_spec = InputSpec((1, 28, 28), flat=True, bytes_to_unit=True)
+    bound = BoundDomain(domain, input_spec, get_likelihood("categorical"), (10,))
     return take_probe(model, bound, size, draw, torch.device("cpu"))
 
 

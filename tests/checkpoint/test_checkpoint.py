@@ -12,7 +12,7 @@ from torch import nn
 
 from ewc_finetune.checkpoint.architecture import build, builds_by_itself, complete, looks_like_architecture
 from ewc_finetune.checkpoint.builtin_models import CNN, MLP
-from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.formats.state_dict import save_state_dict
 from ewc_finetune.checkpoint.open import load_checkpoint, open_checkpoint, open_model
 from ewc_finetune.errors import ArchitectureError, CheckpointError, NonFiniteError, UsageError
@@ -26,22 +26,24 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def save_tiny(path, record=None, dtype=torch.float32):
+def save_tiny(path, metadata=None, dtype=torch.float32):
     torch.manual_seed(0)
     model = MLP(3, 4, 2).to(dtype)
-    save_state_dict(path, model, record or Record(architecture=TINY, input={"shape": [3]}, lineage=[{"name": "a"}]))
+    save_state_dict(
+        path, model, metadata or ModelMetadata(architecture=TINY, input={"shape": [3]}, lineage=[{"name": "a"}])
+    )
     return model
 
 
 def test_round_trip(folder):
     model = save_tiny(folder / "m.pt")
-    opened = open_model(folder / "m.pt")
-    assert opened.record == Record(architecture=TINY, input={"shape": [3]}, lineage=[{"name": "a"}])
-    assert opened.file == "m.pt"
-    assert len(opened.sha256) == 64
+    loaded = open_model(folder / "m.pt")
+    assert loaded.metadata == ModelMetadata(architecture=TINY, input={"shape": [3]}, lineage=[{"name": "a"}])
+    assert loaded.file == "m.pt"
+    assert len(loaded.sha256) == 64
     for name, tensor in model.state_dict().items():
-        assert torch.equal(opened.model.state_dict()[name], tensor)
-    assert not opened.model.training
+        assert torch.equal(loaded.model.state_dict()[name], tensor)
+    assert not loaded.model.training
 
 
 def test_the_file_is_a_plain_state_dict_for_everybody_else(folder):
@@ -62,14 +64,14 @@ def test_somebody_elses_state_dict_takes_an_architecture(folder):
     torch.save(MLP(3, 4, 2).state_dict(), "m.pt")
     with pytest.raises(ArchitectureError, match=r"does not say what architecture .* --arch"):
         open_model("m.pt")
-    assert open_model("m.pt", TINY).record.architecture == TINY
+    assert open_model("m.pt", TINY).metadata.architecture == TINY
 
 
 def test_half_precision_keeps_its_dtype(folder):
     save_tiny(folder / "m.pt", dtype=torch.bfloat16)
     model = open_model("m.pt").model
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    save_state_dict(folder / "again.pt", model, open_model("m.pt").record)
+    save_state_dict(folder / "again.pt", model, open_model("m.pt").metadata)
     assert (folder / "again.pt").read_bytes() == (folder / "m.pt").read_bytes()
 
 
@@ -89,8 +91,8 @@ def test_tied_weights_stay_tied(folder):
     (folder / "nets.py").write_text(
         "from torch import nn\n" + __import__("inspect").getsource(TiedNet).replace("TiedNet", "Net")
     )
-    record = Record(architecture="nets:Net")
-    save_state_dict(folder / "m.pt", model, record)
+    metadata = ModelMetadata(architecture="nets:Net")
+    save_state_dict(folder / "m.pt", model, metadata)
     found = open_model("m.pt").model
     assert found.out.weight is found.embed.weight
     assert torch.equal(found.out.weight, model.out.weight)
@@ -190,7 +192,7 @@ def test_tied_weights_that_contradict_each_other(folder):
 
 
 def test_what_is_frozen_stays_frozen(folder):
-    save_tiny(folder / "m.pt", Record(architecture=TINY, frozen=["body.linear1.weight"]))
+    save_tiny(folder / "m.pt", ModelMetadata(architecture=TINY, frozen=["body.linear1.weight"]))
     frozen = [name for name, p in open_model("m.pt").model.named_parameters() if not p.requires_grad]
     assert frozen == ["body.linear1.weight"]
 

@@ -160,8 +160,8 @@ def test_in_and_out(tmp_path, kind, build):
     data = TensorDataset(inputs, torch.arange(6) % 3)
     arch = None if kind in PROGRAMS or build is not small else "support.models:Small"
     expected = outputs(model, inputs)
-    opened = open_model(tmp_path / file, arch, trust_code=kind == "pickled")
-    torch.testing.assert_close(outputs(opened.model, inputs), expected)
+    loaded = open_model(tmp_path / file, arch, trust_code=kind == "pickled")
+    torch.testing.assert_close(outputs(loaded.model, inputs), expected)
     folder = tmp_path / "out"
     folder.mkdir()
     options = {"architecture": arch, "trust_code": kind == "pickled", "eval_on": [], "batch_size": 3}
@@ -170,7 +170,7 @@ def test_in_and_out(tmp_path, kind, build):
     assert torch.equal(outputs(again, inputs), outputs(before, inputs))
     consolidating = {name: options[name] for name in ("architecture", "trust_code")}
     anchor = ewc.consolidate(tmp_path / file, data, output=tmp_path / "a.safetensors", **consolidating)
-    assert anchor.provenance.checkpoint["format"] == opened.format
+    assert anchor.provenance.checkpoint["format"] == loaded.format
     options |= {"anchors": anchor.path, "lambdas": 1.0, "epochs": 1, "lr": 1e-2, "overwrite": True}
     done = ewc.finetune(tmp_path / file, data, output=folder / file, **options)
     again = read(folder / file, build())
@@ -178,7 +178,7 @@ def test_in_and_out(tmp_path, kind, build):
     torch.testing.assert_close(found, outputs(done.model, inputs))
     assert not torch.allclose(found, expected, atol=1e-3)
     # What ewc-ft knows of the model is in the file.
-    lineage = load_checkpoint(folder / file, trust_code=kind == "pickled").record.lineage
+    lineage = load_checkpoint(folder / file, trust_code=kind == "pickled").metadata.lineage
     assert [entry["sha256"] for entry in lineage] == [anchor.digest]
 
 
@@ -232,9 +232,9 @@ def test_the_rest_of_the_file_stays_as_it_was(tmp_path):
 def test_averaged_weights_are_those_that_are_used(tmp_path):
     model, other = small(), trained(Small(), torch.float32, seed=1)
     torch.save({"state_dict": other.state_dict(), "state_dict_ema": model.state_dict()}, tmp_path / "m.pt")
-    opened = open_model(tmp_path / "m.pt", "support.models:Small")
-    assert torch.equal(opened.model.first.weight, model.first.weight)
-    assert "its weights are under 'state_dict_ema'" in opened.remarks[0]
+    loaded = open_model(tmp_path / "m.pt", "support.models:Small")
+    assert torch.equal(loaded.model.first.weight, model.first.weight)
+    assert "its weights are under 'state_dict_ema'" in loaded.remarks[0]
 
 
 def test_prefixes_of_wrappers_in_wrappers(tmp_path):
@@ -339,9 +339,9 @@ class Checked(nn.Module):
 def test_constructors_that_look_at_their_weights(tmp_path):
     model = Checked()
     torch.save(model.state_dict(), tmp_path / "m.pt")
-    opened = open_model(tmp_path / "m.pt", "test_formats:Checked").model
-    assert torch.equal(opened.linear.weight, model.linear.weight)
-    assert opened.scale > 0
+    loaded = open_model(tmp_path / "m.pt", "test_formats:Checked").model
+    assert torch.equal(loaded.linear.weight, model.linear.weight)
+    assert loaded.scale > 0
     torch.save(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)).state_dict(), tmp_path / "w.pt")
     assert open_model(tmp_path / "w.pt", "test_formats:normed").model(torch.ones(1, 4)).isfinite().all()
 
@@ -656,8 +656,8 @@ def test_what_a_constructor_sets_is_set(tmp_path):
     model = Blur()
     nn.init.normal_(model.conv.weight)
     torch.save(model.state_dict(), tmp_path / "m.pt")
-    opened = open_model(tmp_path / "m.pt", "test_formats:Blur").model
-    assert torch.equal(opened(torch.ones(2, 4)), model(torch.ones(2, 4)))
+    loaded = open_model(tmp_path / "m.pt", "test_formats:Blur").model
+    assert torch.equal(loaded(torch.ones(2, 4)), model(torch.ones(2, 4)))
 
 
 def lazy():

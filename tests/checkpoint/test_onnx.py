@@ -105,9 +105,9 @@ def test_in_and_out(tmp_path, build, dynamo):
     file, output = tmp_path / "m.onnx", tmp_path / "out.onnx"
     export(model, file, inputs[:2], dynamo)
     expected = run(file, inputs)
-    opened = open_model(file)
-    assert opened.format == "onnx"
-    torch.testing.assert_close(outputs(opened.model, inputs), outputs(model, inputs), atol=1e-4, rtol=1e-4)
+    loaded = open_model(file)
+    assert loaded.format == "onnx"
+    torch.testing.assert_close(outputs(loaded.model, inputs), outputs(model, inputs), atol=1e-4, rtol=1e-4)
     ewc.finetune(file, labelled(inputs), epochs=0, output=output, eval_on=[])
     assert torch.equal(run(output, inputs), expected)
     anchor = ewc.consolidate(file, labelled(inputs), output=tmp_path / "a.safetensors")
@@ -115,7 +115,7 @@ def test_in_and_out(tmp_path, build, dynamo):
     train(file, output, inputs, anchors=anchor.path, lambdas=1.0)
     assert not torch.allclose(run(output, inputs), expected, atol=1e-3)
     assert detect(output) == "onnx"
-    assert [entry["sha256"] for entry in load_checkpoint(output).record.lineage] == [anchor.digest]
+    assert [entry["sha256"] for entry in load_checkpoint(output).metadata.lineage] == [anchor.digest]
     again = ewc.consolidate(output, labelled(inputs), output=tmp_path / "b.safetensors")
     done = train(output, tmp_path / "again.onnx", inputs, anchors=again.path, lambdas=1.0)
     assert len(done.lineage) == 2
@@ -196,9 +196,9 @@ def test_one_tensor_of_several_layers_is_one_parameter(tmp_path):
     layers = [("Gemm", ["x", "w", "b"], ["h"], {"transB": 1}), ("Tanh", ["h"], ["t"], {})]
     layers += [("Gemm", ["t", "w", "b"], ["u"], {"transB": 1}), ("Gemm", ["u", "last"], ["y"], {"transB": 1})]
     save(file, layers, constants)
-    opened = open_model(file)
-    assert sum(1 for _ in opened.model.parameters()) == 3
-    assert "what is one tensor in the file is trained as one: w (of 2 layers), b (of 2 layers)" in opened.remarks[-1]
+    loaded = open_model(file)
+    assert sum(1 for _ in loaded.model.parameters()) == 3
+    assert "what is one tensor in the file is trained as one: w (of 2 layers), b (of 2 layers)" in loaded.remarks[-1]
     train(file, tmp_path / "o.onnx", torch.randn(6, 4))
     # One way here and the other way there is not one parameter.
     save(file, [*layers[:2], ("Gemm", ["t", "w", "b"], ["u"], {}), layers[3]], constants)
@@ -229,10 +229,10 @@ def test_weights_in_other_forms(tmp_path):
             "last": numbers(5, 3),
         },
     )
-    opened = open_model(file)
-    names = {name for name, _ in opened.model.named_parameters()}
+    loaded = open_model(file)
+    names = {name for name, _ in loaded.model.named_parameters()}
     assert names == {"n2.weight", "n2.bias", "initializers.held", "initializers.c", "initializers.last"}
-    assert "constants that nothing shows to be weights stay as they are: scale" in opened.remarks[-1]
+    assert "constants that nothing shows to be weights stay as they are: scale" in loaded.remarks[-1]
     inputs = torch.randn(6, 4)
     train(file, tmp_path / "zero.onnx", inputs, epochs=0)
     assert without_weights(tmp_path / "zero.onnx") == without_weights(file)
@@ -248,9 +248,9 @@ def test_sequences_embeddings_and_layer_norms(tmp_path):
     tokens = torch.randint(0, 7, (6, 5))
     for dynamo in (False, True):
         export(model, tmp_path / "m.onnx", tokens[:2], dynamo)
-        opened = open_model(tmp_path / "m.onnx")
-        assert sum(p.numel() for p in opened.model.parameters()) == sum(p.numel() for p in model.parameters())
-        torch.testing.assert_close(outputs(opened.model, tokens), outputs(model, tokens))
+        loaded = open_model(tmp_path / "m.onnx")
+        assert sum(p.numel() for p in loaded.model.parameters()) == sum(p.numel() for p in model.parameters())
+        torch.testing.assert_close(outputs(loaded.model, tokens), outputs(model, tokens))
         train(tmp_path / "m.onnx", tmp_path / "o.onnx", tokens)
 
 
@@ -302,9 +302,9 @@ def test_weights_beside_the_file(tmp_path):
     export(model, tmp_path / "one.onnx", inputs[:2])
     options = {"save_as_external_data": True, "location": "m.onnx.data", "size_threshold": 0}
     onnx.save(onnx.load(tmp_path / "one.onnx"), tmp_path / "m.onnx", **options)
-    opened = open_model(tmp_path / "m.onnx")
-    assert "its weights lie in m.onnx.data; a file that is written has them inside" in opened.remarks[0]
-    assert opened.sha256 != open_model(tmp_path / "one.onnx").sha256
+    loaded = open_model(tmp_path / "m.onnx")
+    assert "its weights lie in m.onnx.data; a file that is written has them inside" in loaded.remarks[0]
+    assert loaded.sha256 != open_model(tmp_path / "one.onnx").sha256
     (tmp_path / "out").mkdir()
     train(tmp_path / "m.onnx", tmp_path / "out" / "m.onnx", inputs)
     data = (tmp_path / "m.onnx.data").read_bytes()
@@ -500,7 +500,7 @@ def test_a_head_with_more_outputs(tmp_path, head):
     found = run(tmp_path / "o.onnx", inputs)
     assert found.shape == (10, 5)
     torch.testing.assert_close(found, outputs(done.model, inputs), atol=1e-4, rtol=1e-4)
-    assert open_model(tmp_path / "o.onnx").record.head == done.head
+    assert open_model(tmp_path / "o.onnx").metadata.head == done.head
 
 
 def test_from_the_command_line(ewc_ft, tmp_path):

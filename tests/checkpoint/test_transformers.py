@@ -94,9 +94,9 @@ def test_in_and_out(tmp_path, kind):
     build, data, inputs = KINDS[kind]
     model = build()
     folder, data = saved(model, tmp_path / "m"), data(tmp_path)
-    opened = open_model(folder)
-    assert (opened.format, opened.record.architecture) == ("hugging face", f"transformers:{type(model).__name__}")
-    torch.testing.assert_close(logits(opened.model, inputs), logits(model, inputs))
+    loaded = open_model(folder)
+    assert (loaded.format, loaded.metadata.architecture) == ("hugging face", f"transformers:{type(model).__name__}")
+    torch.testing.assert_close(logits(loaded.model, inputs), logits(model, inputs))
     ewc.finetune(folder, data, epochs=0, output=tmp_path / "same", eval_on=[])
     again = type(model).from_pretrained(tmp_path / "same")
     assert torch.equal(logits(again, inputs), logits(type(model).from_pretrained(folder), inputs))
@@ -112,7 +112,7 @@ def test_in_and_out(tmp_path, kind):
     again = type(model).from_pretrained(tmp_path / "new")
     torch.testing.assert_close(logits(again, inputs), logits(done.model, inputs))
     assert not torch.allclose(logits(again, inputs), logits(model, inputs), atol=1e-3)
-    assert [entry["sha256"] for entry in open_model(tmp_path / "new").record.lineage] == [anchor.digest]
+    assert [entry["sha256"] for entry in open_model(tmp_path / "new").metadata.lineage] == [anchor.digest]
     with pytest.raises(AnchorError, match="Name the checkpoint too: --model m"):
         ewc.finetune(None, data, anchors=anchor)
 
@@ -282,8 +282,8 @@ def test_a_model_on_the_hub(tmp_path, monkeypatch):
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("0" * 40)
     saved(bert(), cached / "snapshots" / ("0" * 40))
-    opened = open_model("hf:org/name")
-    assert opened.file == opened.label == f"hf:org/name@{'0' * 40}"
+    loaded = open_model("hf:org/name")
+    assert loaded.file == loaded.label == f"hf:org/name@{'0' * 40}"
     data = reviews(tmp_path / "r.jsonl")
     monkeypatch.chdir(tmp_path)
     assert str(default_output("hf:org/name@v1")) == "name.anchor.safetensors"
@@ -295,8 +295,8 @@ def test_a_model_on_the_hub(tmp_path, monkeypatch):
 
 
 def batch_of(spec, model, folder, size=3):
-    opened = open_model(folder)
-    domain = preprocessed(load_domain(spec, "train"), opened.purpose, opened.model, opened.label)
+    loaded = open_model(folder)
+    domain = preprocessed(load_domain(spec, "train"), loaded.task, loaded.model, loaded.label)
     return next(iter(domain.batches(size)))
 
 
@@ -376,8 +376,8 @@ def test_a_model_consolidated_on_its_own_samples(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr("transformers.generation.utils.logger.warning_once", lambda *message: said.append(message))
     folder = saved(llama(), tmp_path / "m")
-    opened = open_model(folder)
-    domain = preprocessed(load_domain("generate:300?length=6", "train"), opened.purpose, opened.model, opened.label)
+    loaded = open_model(folder)
+    domain = preprocessed(load_domain("generate:300?length=6", "train"), loaded.task, loaded.model, loaded.label)
     ids = [domain.samples[n] for n in range(300)]
     assert all(sample[0] == 3 and 1 < len(sample) <= 6 and 4 not in sample[1:-1] for sample in ids)
     # Drawn from the model's own distribution.
@@ -426,9 +426,9 @@ def test_images_of_any_size_go_through_the_processor(tmp_path):
     picture = Image.open(tmp_path / "p" / "good" / "1.png")
     torch.testing.assert_close(inputs[7], processor(picture, return_tensors="pt")["pixel_values"][0])
     # Numbers that are no bytes are somebody's inputs already.
-    opened = open_model(folder)
+    loaded = open_model(folder)
     own = as_domain(TensorDataset(torch.randn(2, 3, 16, 16), torch.tensor([0, 1])))
-    assert preprocessed(own, opened.purpose, opened.model, "m") is own
+    assert preprocessed(own, loaded.task, loaded.model, "m") is own
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(DataError, match="has no image processor"):
         ewc.consolidate(folder, f"imagefolder:{tmp_path / 'p'}")

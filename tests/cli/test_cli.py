@@ -581,7 +581,9 @@ def test_likelihoods_that_contradict_each_other(ewc_ft, start):
     assert "likelihood is bernoulli, and model.anchor.safetensors was made with categorical" in result.stderr
 
 
-@pytest.mark.parametrize("stage", ["ewc_finetune.commands.merge.collapse", "ewc_finetune.storage.atomic.os.fsync"])
+@pytest.mark.parametrize(
+    "stage", ["ewc_finetune.commands.merge.sum_quadratics", "ewc_finetune.storage.atomic.os.fsync"]
+)
 def test_an_interrupted_merge_leaves_no_file(ewc_ft, start, monkeypatch, stage):
     def interrupted(*_, **__):
         raise KeyboardInterrupt

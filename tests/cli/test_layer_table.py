@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ewc_finetune as ewc
-from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.formats.state_dict import save_state_dict
 from ewc_finetune.cli.layer_table import block_of, by_block
 
@@ -74,7 +74,7 @@ def deep(ewc_ft, tmp_path, monkeypatch):
 
     def consolidate(blocks, *options):
         torch.manual_seed(0)
-        save_state_dict(tmp_path / "m.pt", Deep(blocks), Record(architecture=f"deep:Deep?blocks={blocks}"))
+        save_state_dict(tmp_path / "m.pt", Deep(blocks), ModelMetadata(architecture=f"deep:Deep?blocks={blocks}"))
         return ewc_ft(
             *("consolidate", "m.pt", "--data", "csv:data.csv?target=label", "--overwrite", "-o", "a.safetensors"),
             *options,

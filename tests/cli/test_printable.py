@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ewc_finetune as ewc
-from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.formats.state_dict import save_state_dict
 from ewc_finetune.cli.printable import printable
 
@@ -73,7 +73,7 @@ def test_an_anchors_provenance(ewc_ft, anchor, tmp_path):
 def test_errors_that_quote_a_file(ewc_ft, tmp_path):
     torch.save({EVIL: torch.ones(2)}, tmp_path / "names.pt")
     check(ewc_ft("evaluate", "names.pt", "--data", DATA, "--arch", "mlp", expect=1))
-    save_state_dict(tmp_path / "record.pt", nn.Linear(2, 2), Record(architecture=f"a:{EVIL}"))
+    save_state_dict(tmp_path / "record.pt", nn.Linear(2, 2), ModelMetadata(architecture=f"a:{EVIL}"))
     check(ewc_ft("inspect", "record.pt"))
     (tmp_path / "x.toml").write_text(f"data = {json.dumps(EVIL.replace(chr(0xD800), ''))}\nmodel = 'mlp'\n")
     check(ewc_ft("finetune", "--config", "x.toml", expect=2))

@@ -76,7 +76,7 @@ def test_names_in_the_order_of_the_outputs(wine, checkpoint, tmp_path):
         **checkpoint, data=spec, anchors=anchor, epochs=0, eval_on=[], output=tmp_path / "m.pt", progress=notes
     )
     assert not notes.about("numbered")
-    assert open_model(tmp_path / "m.pt", checkpoint["architecture"]).record.classes == list(ORDER)
+    assert open_model(tmp_path / "m.pt", checkpoint["architecture"]).metadata.classes == list(ORDER)
     with pytest.raises(DataError, match="in their order: labels=grignolino,barbera,barolo"):
         ewc.evaluate(tmp_path / "m.pt", wine, architecture=checkpoint["architecture"])
 

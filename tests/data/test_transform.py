@@ -17,11 +17,11 @@ import ewc_finetune as ewc
 from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.anchor.provenance import read_provenance
 from ewc_finetune.checkpoint.builtin_models import CNN
-from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.open import open_model
 from ewc_finetune.checkpoint.torchvision_weights import transform_of_weights
 from ewc_finetune.data.domain import as_domain
-from ewc_finetune.data.layout import Layout
+from ewc_finetune.data.input_spec import InputSpec
 from ewc_finetune.data.sources import load_domain
 from ewc_finetune.data.transform import IMAGENET_MEAN, IMAGENET_STD, Transform, is_transform
 from ewc_finetune.errors import AnchorError, CheckpointError, DataError, UsageError
@@ -114,11 +114,11 @@ def vectors():
 def test_numbers_of_a_spec_in_memory():
     plain, normalised = (first_seen(Saw(1, 10), f"digits{options}") for options in ("", "?mean=0.5&std=0.25"))
     assert torch.equal(normalised, (plain - 0.5) / 0.25)
-    layout = Layout((1, 2, 2), False, True, transform=Transform(mean=(0.5,), std=(0.5,)))
-    found = layout.present(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1), torch.bfloat16)
+    input_spec = InputSpec((1, 2, 2), False, True, transform=Transform(mean=(0.5,), std=(0.5,)))
+    found = input_spec.present(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1), torch.bfloat16)
     assert (found.dtype, found.flatten().tolist()) == (torch.bfloat16, [-1, 1])
-    assert "normalised by mean 0.5 and std 0.5" in layout.describe()
-    assert Layout.read(json.loads(json.dumps(layout.to_json()))) == layout
+    assert "normalised by mean 0.5 and std 0.5" in input_spec.describe()
+    assert InputSpec.read(json.loads(json.dumps(input_spec.to_json()))) == input_spec
 
 
 def test_an_anchor_keeps_what_was_said_and_later_data_are_presented_so(photos, tmp_path):
@@ -140,7 +140,7 @@ def test_an_anchor_keeps_what_was_said_and_later_data_are_presented_so(photos, t
     # The checkpoint's record has it too, and says it to `evaluate` and the next anchor, which may be told otherwise.
     class_name = "test_transform:Saw"
     again = open_model(tmp_path / "m.pt", class_name)
-    assert again.record.input == anchor.provenance.input
+    assert again.metadata.input == anchor.provenance.input
     options = {"architecture": class_name}
     second = ewc.consolidate(tmp_path / "m.pt", f"imagefolder:{photos}", **options)
     assert second.provenance.input == anchor.provenance.input
@@ -201,8 +201,8 @@ def test_inputs_of_the_callers_own_are_left_alone_and_the_record_is_kept(tmp_pat
         progress=notes,
     )  # fmt: skip
     assert notes.about("its images are no bytes, so they go in as they are; bytes would be normalised by mean 0.485")
-    record = open_model(tmp_path / "m.pt", "cnn?in_channels=3&image_size=8").record.input
-    assert (record["mean"], record["raw"], record["bytes_to_unit"]) == (list(IMAGENET_MEAN), False, False)
+    metadata = open_model(tmp_path / "m.pt", "cnn?in_channels=3&image_size=8").metadata.input
+    assert (metadata["mean"], metadata["raw"], metadata["bytes_to_unit"]) == (list(IMAGENET_MEAN), False, False)
     later = ewc.consolidate(
         tmp_path / "m.pt", f"npz:{tmp_path / 'a.npz'}", architecture="cnn?in_channels=3&image_size=8"
     )
@@ -211,14 +211,14 @@ def test_inputs_of_the_callers_own_are_left_alone_and_the_record_is_kept(tmp_pat
     own = ewc.consolidate(CNN(1, 8), "digits?mean=0.5&std=0.5")
     digits = load_domain("digits", "train")
     np.savez(tmp_path / "d.npz", x=digits.samples.tensors[0].numpy(), y=digits.labels.numpy())
-    opened = open_model(CNN(1, 8))
+    loaded = open_model(CNN(1, 8))
     for data, raw in ((load_domain(f"npz:{tmp_path / 'd.npz'}", "train"), True), (as_domain(digits.samples), False)):
-        known = ewc_record(opened, own)
+        known = with_metadata(loaded, own)
         assert presented(data, known, Silent()).is_raw(digits.samples.tensors[0]) is raw
 
 
-def ewc_record(opened, anchor):
-    return replace(opened, record=replace(opened.record, input=anchor.provenance.input))
+def with_metadata(loaded, anchor):
+    return replace(loaded, metadata=replace(loaded.metadata, input=anchor.provenance.input))
 
 
 @pytest.fixture(scope="module")
@@ -263,8 +263,8 @@ def test_who_trained_a_torchvision_architecture_here_on_0_to_1_keeps_it(photos, 
     notes = Notes()
     ewc.finetune("torchvision:squeezenet1_1", folder, epochs=0, eval_on=[], output=tmp_path / "m.pt", progress=notes)
     assert not notes.about("normalised")  # fresh weights take what comes
-    record = open_model(tmp_path / "m.pt").record
-    assert record.architecture == "torchvision:squeezenet1_1?num_classes=2"
+    metadata = open_model(tmp_path / "m.pt").metadata
+    assert metadata.architecture == "torchvision:squeezenet1_1?num_classes=2"
     anchor = ewc.consolidate(tmp_path / "m.pt", f"imagefolder:{photos}?limit=2", curvature="identity", progress=notes)
     assert anchor.provenance.input == {"shape": [3, 64, 64], "flat": False, "bytes_to_unit": True, "size": [64, 64]}
     assert not notes.about("torchvision's weights")
@@ -274,11 +274,11 @@ def test_who_trained_a_torchvision_architecture_here_on_0_to_1_keeps_it(photos, 
         None, f"{folder}&rotate=90", anchors=old, epochs=0, eval_on=[], output=tmp_path / "n.pt", progress=notes
     )
     assert not notes.about("normalised")
-    assert open_model(tmp_path / "n.pt").record.input == {**before, "size": [64, 64]}
+    assert open_model(tmp_path / "n.pt").metadata.input == {**before, "size": [64, 64]}
 
 
-def replace_input(anchor, layout):
-    return replace(anchor, provenance=replace(anchor.provenance, input=layout))
+def replace_input(anchor, input_spec):
+    return replace(anchor, provenance=replace(anchor.provenance, input=input_spec))
 
 
 def test_numbers_of_torchvisions_weights():
@@ -336,4 +336,4 @@ def test_files_that_say_what_cannot_be_are_refused(wrong, tmp_path):
     with pytest.raises(AnchorError, match="in the metadata, input is"):
         read_provenance(json.dumps(document), "a.safetensors")
     with pytest.raises(CheckpointError, match="damaged"):
-        Record.read({"input": document["input"]}, "m.pt")
+        ModelMetadata.read({"input": document["input"]}, "m.pt")

@@ -25,7 +25,7 @@ from ewc_finetune.anchor.heads import foreign_head
 from ewc_finetune.anchor.probe_tensors import Probe, ProbeFile
 from ewc_finetune.checkpoint.builtin_models import MLP
 from ewc_finetune.data.domain import as_domain
-from ewc_finetune.data.layout import Layout, find_layout
+from ewc_finetune.data.input_spec import InputSpec, find_input_spec
 from ewc_finetune.errors import AnchorError, AnchorMismatchError, DataError, NonFiniteError, UsageError
 from ewc_finetune.evaluation.bound_domain import BoundDomain
 from ewc_finetune.evaluation.probe import measure, take_probe
@@ -54,8 +54,8 @@ def take(model, data, likelihood="categorical", n=1000, seed=0, active=None):
     domain = as_domain(data)
     rule = get_likelihood(likelihood)
     rule = rule if active is None else Active(rule, active)
-    layout, _ = find_layout(model, domain, CPU, lambda outputs: rule.check_outputs(outputs, "test"))
-    found = take_probe(model, BoundDomain(domain, layout, rule, ()), n, seed, CPU)
+    input_spec, _ = find_input_spec(model, domain, CPU, lambda outputs: rule.check_outputs(outputs, "test"))
+    found = take_probe(model, BoundDomain(domain, input_spec, rule, ()), n, seed, CPU)
     if active is not None:  # as a data spec says it
         found = Probe(**{**vars(found), "active": active})
     return found
@@ -409,7 +409,7 @@ def test_streams_and_loaders_give_their_first():
     assert take(model, Stream(), n=9).inputs[:, 0].tolist() == list(range(9))
     assert take(model, DataLoader(Stream(), 4), n=9).inputs[:, 0].tolist() == list(range(9))
     assert take(model, Stream(), n=99).samples == 30
-    nothing = BoundDomain(as_domain([]), Layout((4,), False, False), get_likelihood("categorical"), (3,))
+    nothing = BoundDomain(as_domain([]), InputSpec((4,), False, False), get_likelihood("categorical"), (3,))
     with pytest.raises(DataError, match="has no samples"):
         take_probe(model, nothing, 5, 0, CPU)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.open import load_checkpoint, open_model
 from ewc_finetune.errors import CheckpointError
 
@@ -62,13 +62,13 @@ def test_a_program_is_read_as_torch_reads_it(tmp_path, exported):
         assert torch.equal(model(inputs), program.module()(inputs))
         assert set(model.state_dict()) == set(program.state_dict)
         state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
-        checkpoint.write(tmp_path / "w.pt2", tmp_path / "w.pt2", state, Record(architecture="x"))
-        checkpoint.write(tmp_path / "again.pt2", tmp_path / "again.pt2", state, Record(architecture="x"))
+        checkpoint.write(tmp_path / "w.pt2", tmp_path / "w.pt2", state, ModelMetadata(architecture="x"))
+        checkpoint.write(tmp_path / "again.pt2", tmp_path / "again.pt2", state, ModelMetadata(architecture="x"))
         written = torch.export.load(tmp_path / "w.pt2")
     for name, tensor in written.state_dict.items():
         assert torch.equal(tensor, state[name])
     assert (tmp_path / "w.pt2").read_bytes() == (tmp_path / "again.pt2").read_bytes()
-    assert load_checkpoint(tmp_path / "w.pt2").record.architecture == "x"
+    assert load_checkpoint(tmp_path / "w.pt2").metadata.architecture == "x"
     before, after = archives.members_of(exported), archives.members_of(tmp_path / "w.pt2")
     changed = {name for name in after if after[name] != before.get(name)}
     assert changed == {n for n in before if "weights/weight_" in n} | {"m/extra/ewc_ft.json"}

@@ -64,7 +64,7 @@ def content_of(path):
         return tensors, anchor.metadata, anchor.remarks
     checkpoint = load_checkpoint(path)
     state = checkpoint.state or checkpoint.build(None)[0].state_dict()
-    return dict(state), checkpoint.record.to_json(), ()
+    return dict(state), checkpoint.metadata.to_json(), ()
 
 
 SIDES = ("input", "output")

@@ -19,7 +19,7 @@ from ewc_finetune.likelihood.active import Active
 from ewc_finetune.likelihood.categorical import Categorical
 from ewc_finetune.likelihood.registry import get_likelihood
 from ewc_finetune.modules.heads import find_head, replace_head
-from ewc_finetune.penalty.quadratic import collapse
+from ewc_finetune.penalty.quadratic import sum_quadratics
 
 ARCHITECTURE = "mlp?in_features=4&hidden=8&num_classes=3&batch_norm=false"
 
@@ -140,7 +140,7 @@ def test_latest_with_an_expanded_head(anchored, tmp_path):
     b = ewc.consolidate(done.output, data(2, offset=3), output=tmp_path / "b.safetensors")
     a = Anchor.load(anchored)
     names = ["head.weight", "head.bias"]
-    found = collapse([a, b], [1.0, 1.0], "latest", growing=names)
+    found = sum_quadratics([a, b], [1.0, 1.0], "latest", growing=names)
     for name, centre in found.centre.items():
         assert torch.equal(centre, b.weights[name])
         rows = len(a.fisher[name])

@@ -103,11 +103,11 @@ def test_a_short_run_is_seen_in_its_log():
     assert [line["step"] for line in told.history if "loss" in line] == [1, *range(3, 31, 3)]  # and after each epoch
 
 
-def save(path, opened):
+def save(path, loaded):
     if path.suffix == ".pt":
-        save_state_dict(path, opened.model, opened.record)
+        save_state_dict(path, loaded.model, loaded.metadata)
     else:
-        write_tensors(path, path, cpu_state(opened.model), {"format": "pt", RECORD: opened.record.to_text()})
+        write_tensors(path, path, cpu_state(loaded.model), {"format": "pt", RECORD: loaded.metadata.to_text()})
 
 
 @pytest.mark.parametrize("ending", [".pt", ".safetensors"])
@@ -119,7 +119,7 @@ def test_a_checkpoint_knows_its_likelihood(tmp_path, ending):
     start, path = tmp_path / f"a{ending}", tmp_path / f"m{ending}"
     save(start, open_fresh(text, (4,), 2, 0))
     ewc.finetune(start, data, likelihood="gaussian", output=path, epochs=1, eval_on=[])
-    assert open_model(path).record.likelihood == "gaussian"
+    assert open_model(path).metadata.likelihood == "gaussian"
     assert ewc.evaluate(path, data)[0].accuracy is None
     anchor = ewc.consolidate(path, data, output=tmp_path / "anchor.safetensors")
     assert anchor.provenance.likelihood == "gaussian"

@@ -27,7 +27,7 @@ from ewc_finetune.errors import (
     StorageError,
     UsageError,
 )
-from ewc_finetune.penalty.quadratic import collapse
+from ewc_finetune.penalty.quadratic import sum_quadratics
 from ewc_finetune.storage.lazy_tensors import TensorFile
 
 IN_ONE_FOLDER = [HealthCheck.function_scoped_fixture]
@@ -70,8 +70,8 @@ def test_merged_stacked_and_looped_agree(tmp_path_factory, stack, split, factor)
 def test_files_are_stacked_as_anchors_in_memory_are(tmp_path):
     model = trained(Small(), torch.float32)
     anchors = saved(tmp_path, model, 3, zeros=0.5)
-    whole = collapse([Anchor.load(a.path) for a in anchors], [1.0, 2.0, 3.0])
-    lazy = collapse([Anchor.open(a.path) for a in anchors], [1.0, 2.0, 3.0])
+    whole = sum_quadratics([Anchor.load(a.path) for a in anchors], [1.0, 2.0, 3.0])
+    lazy = sum_quadratics([Anchor.open(a.path) for a in anchors], [1.0, 2.0, 3.0])
     assert whole.constant == lazy.constant
     assert whole.constant
     for name, curvature in whole.curvature.items():
@@ -116,9 +116,9 @@ def test_the_newest_value_stays_where_nothing_holds():
     """Also that of an anchor whose own curvature leaves this parameter out."""
     model = nn.Linear(2, 2)
     old, new = make_anchor(model, 0, zeros=1.1), make_anchor(model, 1, missing=["weight"])
-    centre = collapse([old, new], [1.0, 1.0]).centre
+    centre = sum_quadratics([old, new], [1.0, 1.0]).centre
     assert torch.equal(centre["weight"], new.weights["weight"])
-    assert torch.equal(collapse([old, new], [1.0, 0.0]).centre["weight"], old.weights["weight"])
+    assert torch.equal(sum_quadratics([old, new], [1.0, 0.0]).centre["weight"], old.weights["weight"])
 
 
 def test_the_centre_is_the_fisher_weighted_mean(tmp_path):
@@ -153,26 +153,26 @@ def test_lineage_latest_pulls_to_the_newest_weights_an_anchor_had_a_part_in():
     a = make_anchor(model, 0, digest="aa")
     b = make_anchor(model, 1, digest="bb", lineage=part)
     c = make_anchor(model, 2, digest="cc")
-    latest = collapse([a, b, c], [1.0, 1.0, 1.0], "latest")
+    latest = sum_quadratics([a, b, c], [1.0, 1.0, 1.0], "latest")
     moved = replace(a, weights=b.weights)
-    expected = collapse([moved, b, c], [1.0, 1.0, 1.0])
+    expected = sum_quadratics([moved, b, c], [1.0, 1.0, 1.0])
     for name in latest.centre:
         torch.testing.assert_close(latest.centre[name], expected.centre[name])
         assert torch.equal(latest.curvature[name], expected.curvature[name])
     assert latest.constant == pytest.approx(expected.constant)
     with pytest.raises(UsageError, match="lineage latest needs anchors that are saved"):
-        collapse([make_anchor(model, 0), b], [1.0, 1.0], "latest")
+        sum_quadratics([make_anchor(model, 0), b], [1.0, 1.0], "latest")
     # Merged weights are the newest that A had a part in only if it had a part in all of them.
     other = make_anchor(model, 3, digest="dd")
     merged = replace(ewc.merge([b, other]), digest="ee")
-    apart = collapse([a, merged], [1.0, 1.0], "latest")
-    together = collapse([a, merged], [1.0, 1.0])
+    apart = sum_quadratics([a, merged], [1.0, 1.0], "latest")
+    together = sum_quadratics([a, merged], [1.0, 1.0])
     assert all(torch.equal(apart.centre[name], together.centre[name]) for name in apart.centre)
     assert "comes after it; expected oldest first" in " ".join(remarks([b, a]))
     assert "counts twice in part. --lineage latest" in remarks([a, b])[0]
     assert remarks([a, b], "latest") == []
     with pytest.raises(UsageError, match="lineage is 'newest'"):
-        collapse([a, b], [1.0, 1.0], "newest")
+        sum_quadratics([a, b], [1.0, 1.0], "newest")
 
 
 def test_what_counts_twice_or_differs_is_said(tmp_path):
@@ -393,11 +393,11 @@ def test_a_thousand_anchors_in_the_memory_of_one(tmp_path):
 import resource, sys, torch
 from pathlib import Path
 from ewc_finetune import Anchor
-from ewc_finetune.penalty.quadratic import collapse
+from ewc_finetune.penalty.quadratic import sum_quadratics
 paths = sorted(Path(sys.argv[1]).glob("*.safetensors"))[: int(sys.argv[2])]
-collapse([Anchor.open(paths[0])], [1.0])
+sum_quadratics([Anchor.open(paths[0])], [1.0])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-found = collapse([Anchor.open(path) for path in paths], [1.0] * len(paths))
+found = sum_quadratics([Anchor.open(path) for path in paths], [1.0] * len(paths))
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
 

@@ -1,4 +1,4 @@
-"""The collapsed penalty against the plain sum over anchors, by autograd in float64."""
+"""The penalty of summed quadratics against the plain sum over anchors, by autograd in float64."""
 
 import copy
 import math
@@ -15,7 +15,7 @@ import ewc_finetune as ewc
 from ewc_finetune import Anchor, Penalty, Provenance
 from ewc_finetune.anchor.compatibility import remarks
 from ewc_finetune.errors import AnchorMismatchError, NonFiniteError, UsageError
-from ewc_finetune.penalty.quadratic import collapse, spread_lambdas
+from ewc_finetune.penalty.quadratic import spread_lambdas, sum_quadratics
 
 
 @pytest.mark.parametrize("x", [1e-12, 3e-8, 1.5e-7, 1e-6, 1e-3, 1.0, 1e6])
@@ -161,7 +161,7 @@ def test_parameters_that_are_frozen_later_count_but_do_not_move():
 def test_one_anchor_keeps_its_centre_to_the_bit():
     model = trained(Small(), torch.float32)
     anchor = make_anchor(model, 3)
-    quadratic = collapse([anchor], [1e4])
+    quadratic = sum_quadratics([anchor], [1e4])
     assert all(torch.equal(quadratic.centre[n], anchor.weights[n]) for n in quadratic.centre)
     assert quadratic.constant == {}
 
@@ -179,7 +179,7 @@ def test_the_penalty_is_zero_where_the_anchor_is():
 def test_where_nothing_holds_the_newest_anchor_stays():
     model = nn.Linear(1, 1, bias=False)
     anchors = [make_anchor(model, seed, zeros=1.1) for seed in (0, 1)]
-    assert torch.equal(collapse(anchors, [1.0, 1.0]).centre["weight"], anchors[1].weights["weight"])
+    assert torch.equal(sum_quadratics(anchors, [1.0, 1.0]).centre["weight"], anchors[1].weights["weight"])
 
 
 def test_the_gradient_adds_to_what_is_there():
@@ -249,9 +249,9 @@ def test_anchors_that_fit_nothing():
     with pytest.raises(AnchorMismatchError, match=r"it holds first\.weight \(6, 4\), which the model does not have"):
         Penalty(model, make_anchor(trained(Small()), 0), 1.0)
     with pytest.raises(AnchorMismatchError, match="anchors of different models"):
-        collapse([make_anchor(model, 0), anchor], [1.0, 1.0])
+        sum_quadratics([make_anchor(model, 0), anchor], [1.0, 1.0])
     with pytest.raises(AnchorMismatchError, match="likelihood gaussian"):
-        collapse([make_anchor(model, 0, likelihood="gaussian"), make_anchor(model, 1)], [1.0, 1.0])
+        sum_quadratics([make_anchor(model, 0, likelihood="gaussian"), make_anchor(model, 1)], [1.0, 1.0])
 
 
 def test_remarks_on_what_counts_twice():

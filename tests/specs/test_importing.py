@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ewc_finetune.checkpoint.architecture import build
-from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.formats.state_dict import save_state_dict
 from ewc_finetune.errors import ArchitectureError
 
@@ -115,7 +115,7 @@ def test_a_run_of_somebody_else_runs_nothing(ewc_ft, folder):
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_checkpoints_record_names_nothing_foreign(ewc_ft, folder, text):
-    save_state_dict(folder / "m.pt", nn.Linear(2, 2), Record(architecture=text))
+    save_state_dict(folder / "m.pt", nn.Linear(2, 2), ModelMetadata(architecture=text))
     assert "a file names" in ewc_ft("evaluate", "m.pt", "--data", DATA, expect=1).stderr
     with pytest.raises(ArchitectureError, match="a file names"):
         build(text, trusted=False)

@@ -40,9 +40,6 @@ def is_archive(path: Path) -> bool:
 class Archive:
     """The members of a zip archive, by their names in the folder that they share; to be used in a `with`.
 
-    Args:
-        path: The file.
-
     Attributes:
         folder: What all members are in, with its slash; nothing where that is none.
         members: Their sizes in bytes.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.formats.exported_archive import NotPlainError, read_exported, write_exported
 from ewc_finetune.checkpoint.formats.exported_graph import build_graph, sizes_of_inputs
 from ewc_finetune.checkpoint.formats.exported_texts import check_texts
@@ -27,9 +27,6 @@ _MALFORMED = (
 
 class Exported(Program):
     """An archive that `torch.export.save` wrote, read as data.
-
-    Args:
-        path: The file.
 
     Raises:
         CheckpointError: if it is damaged, or has what could run code.
@@ -51,7 +48,7 @@ class Exported(Program):
         except _MALFORMED as error:
             raise CheckpointError(f"{path} is not an exported program that can be read ({error!r:.200})") from error
         self._weights, self._extra = archive.weights, archive.extra
-        super().__init__(path, self._graph, Record.read_text(self._extra.get(RECORD), str(path)))
+        super().__init__(path, self._graph, ModelMetadata.read_text(self._extra.get(RECORD), str(path)))
 
     def build(self, architecture: str | None) -> tuple[nn.Module, str | None]:
         """See `Checkpoint`.
@@ -67,16 +64,13 @@ class Exported(Program):
             self.remarks += (f"{self.label}: exported in eval mode; {' and '.join(found)}, in training too",)
         return super().build(architecture)
 
-    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
+    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], metadata: ModelMetadata) -> None:
         """See `Checkpoint`; the program stays as it is, to the byte."""
-        write_exported(self.path, temporary, self._weights, state, {**self._extra, RECORD: record.to_text()})
+        write_exported(self.path, temporary, self._weights, state, {**self._extra, RECORD: metadata.to_text()})
 
 
 class TrustedExport(Exported):
     """An archive that torch is to load, for those who trust it: what is in it may run.
-
-    Args:
-        path: The file.
 
     Raises:
         CheckpointError: if torch cannot load it.
@@ -89,15 +83,15 @@ class TrustedExport(Exported):
         module.train = module.eval = lambda mode=True: module  # type: ignore[method-assign, misc]
         self._graph = module
         self._sizes = dict(_sizes_of(program))
-        Program.__init__(self, path, module, Record.read_text(extra.get(RECORD), str(path)))
+        Program.__init__(self, path, module, ModelMetadata.read_text(extra.get(RECORD), str(path)))
 
-    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
+    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], metadata: ModelMetadata) -> None:
         """See `Checkpoint`."""
         extra, program = _load(self.path)
         with torch.no_grad():
             for name, tensor in program.state_dict.items():
                 tensor.copy_(state[name])
-        extra[RECORD] = record.to_text()
+        extra[RECORD] = metadata.to_text()
         buffer = io.BytesIO()
         with silent():
             torch.export.save(program, buffer, extra_files=extra)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ewc_finetune.anchor.anchor import Anchor
-from ewc_finetune.checkpoint.checkpoint import FROZEN, Record, SingleFile
+from ewc_finetune.checkpoint.checkpoint import FROZEN, ModelMetadata, SingleFile
 from ewc_finetune.checkpoint.formats.safetensors_file import RECORD, SafetensorsFile
 from ewc_finetune.checkpoint.formats.sharded import Sharded
 from ewc_finetune.checkpoint.formats.state_dict import StateDict, write_state_dict
@@ -38,7 +38,7 @@ class FromAnchor(Weights, SingleFile):
             )
         self.format = StateDict.format if source == StateDict.format else SafetensorsFile.format
         self.ending = StateDict.ending if source == StateDict.format else SafetensorsFile.ending
-        record = Record(
+        metadata = ModelMetadata(
             architecture=origin.get("architecture"),
             input=anchor.provenance.input,
             classes=anchor.provenance.classes,
@@ -54,11 +54,11 @@ class FromAnchor(Weights, SingleFile):
                 f"{anchor.label}: its checkpoint had the weights {origin['form']}, beside what an anchor does not "
                 f"keep; what is written has them alone. To keep the rest: --model {origin.get('file') or 'FILE'}",
             )
-        super().__init__(anchor.label, origin.get("sha256"), record, state, remarks)
+        super().__init__(anchor.label, origin.get("sha256"), metadata, state, remarks)
 
-    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
+    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], metadata: ModelMetadata) -> None:
         """See `Checkpoint`."""
         if self.format == StateDict.format:
-            write_state_dict(temporary, path, state, record)
+            write_state_dict(temporary, path, state, metadata)
         else:
-            write_tensors(temporary, path, state, {"format": "pt", RECORD: record.to_text()})
+            write_tensors(temporary, path, state, {"format": "pt", RECORD: metadata.to_text()})

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.formats.program import Program
 from ewc_finetune.checkpoint.formats.state_dict import save_object
 
@@ -16,23 +16,18 @@ _KEY = "_ewc_ft"
 
 
 class Pickled(Program):
-    """A module that was pickled whole.
-
-    Args:
-        path: The file.
-        module: What it holds.
-    """
+    """A module that was pickled whole."""
 
     format = "pickled module"
     ending = ".pt"
     what = "a pickled module"
 
     def __init__(self, path: Path, module: nn.Module) -> None:
-        super().__init__(path, module, Record.read(getattr(module, _KEY, None), str(path)))
+        super().__init__(path, module, ModelMetadata.read(getattr(module, _KEY, None), str(path)))
 
-    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
+    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], metadata: ModelMetadata) -> None:
         """See `Checkpoint`."""
-        setattr(self.module, _KEY, record.to_json())
+        setattr(self.module, _KEY, metadata.to_json())
         # The module itself is what is pickled: its tensors are those of the state for as long as that takes.
         tensors = {n: t for n, t in self.module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
         before = {name: tensor.data for name, tensor in tensors.items()}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import nn
 
-from ewc_finetune.checkpoint.checkpoint import Record, SingleFile
+from ewc_finetune.checkpoint.checkpoint import ModelMetadata, SingleFile
 from ewc_finetune.errors import ArchitectureError
 from ewc_finetune.modules.finite import check_model
 from ewc_finetune.storage.atomic import sha256
@@ -23,11 +23,6 @@ RECORD = "ewc_ft.json"
 class Program(SingleFile):
     """A file that holds a model with its program.
 
-    Args:
-        path: The file.
-        module: What it holds.
-        record: See `Checkpoint`.
-
     Attributes:
         what: What such a file is called, in a sentence.
         untrainable: Why it may have no parameters, and what to do.
@@ -36,12 +31,12 @@ class Program(SingleFile):
     what: str
     untrainable = ", so there is nothing to train in it"
 
-    def __init__(self, path: Path, module: nn.Module, record: Record) -> None:
+    def __init__(self, path: Path, module: nn.Module, metadata: ModelMetadata) -> None:
         flags = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
         if any(flags.values()):  # without any they say nothing: such files come from under torch.no_grad
             frozen = [name for name, trained in flags.items() if not trained]
-            record = replace(record, frozen=list(dict.fromkeys([*record.frozen, *frozen])))
-        super().__init__(str(path), sha256(path), record)
+            metadata = replace(metadata, frozen=list(dict.fromkeys([*metadata.frozen, *frozen])))
+        super().__init__(str(path), sha256(path), metadata)
         self.path = path
         self.module = module
 
@@ -58,7 +53,7 @@ class Program(SingleFile):
             raise ArchitectureError(f"{self.label} has no parameters{self.untrainable}")
         check_model(self.module, f"{self.label}: ")
         for name, parameter in self.module.named_parameters():
-            parameter.requires_grad_(name not in self.record.frozen)
+            parameter.requires_grad_(name not in self.metadata.frozen)
         return self.module.eval(), None
 
 

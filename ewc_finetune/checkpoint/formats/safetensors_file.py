@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ewc_finetune.checkpoint.checkpoint import Record, SingleFile
+from ewc_finetune.checkpoint.checkpoint import ModelMetadata, SingleFile
 from ewc_finetune.checkpoint.formats.weights import Weights, merged
 from ewc_finetune.errors import CheckpointError
 from ewc_finetune.storage.atomic import sha256
@@ -23,23 +23,19 @@ RECORD = "ewc_ft"
 
 
 class SafetensorsFile(Weights, SingleFile):
-    """Weights in one safetensors file.
-
-    Args:
-        path: The file.
-    """
+    """Weights in one safetensors file."""
 
     format = "safetensors"
     ending = ".safetensors"
 
     def __init__(self, path: Path) -> None:
-        state, self.metadata = read_safetensors(path)
-        super().__init__(str(path), sha256(path), Record.read_text(self.metadata.get(RECORD), str(path)), state)
+        state, self._header = read_safetensors(path)
+        super().__init__(str(path), sha256(path), ModelMetadata.read_text(self._header.get(RECORD), str(path)), state)
 
-    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
+    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], metadata: ModelMetadata) -> None:
         """See `Checkpoint`; names, metadata and tensors that are not the model's stay as they were."""
-        metadata = self.metadata | {RECORD: record.to_text()}
-        write_tensors(temporary, path, merged(self.state, self.prefix, state), metadata)
+        header = self._header | {RECORD: metadata.to_text()}
+        write_tensors(temporary, path, merged(self.state, self.prefix, state), header)
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.formats.safetensors_file import RECORD, read_safetensors
 from ewc_finetune.checkpoint.formats.weights import Weights, merged
 from ewc_finetune.errors import CheckpointError, UsageError
@@ -44,8 +44,8 @@ class Sharded(Weights):
                 raise CheckpointError(f"{path} names a shard {name!r}, which is no file beside it")
             if not (path.parent / name).is_file():
                 raise CheckpointError(f"{path} names {name}, which is not beside it. Copy all of its files")
-            tensors, metadata = read_safetensors(path.parent / name)
-            self._shards.append((name, metadata))
+            tensors, header = read_safetensors(path.parent / name)
+            self._shards.append((name, header))
             self._others[name] = {n: t for n, t in tensors.items() if n not in self._index["weight_map"]}
             state |= tensors
         missing = [name for name in self._index["weight_map"] if name not in state]
@@ -54,7 +54,10 @@ class Sharded(Weights):
         state = {name: state[name] for name in self._index["weight_map"]}
         text = self._shards[0][1].get(RECORD) if self._shards else None
         super().__init__(
-            str(path), _digest(path, [name for name, _ in self._shards]), Record.read_text(text, str(path)), state
+            str(path),
+            _digest(path, [name for name, _ in self._shards]),
+            ModelMetadata.read_text(text, str(path)),
+            state,
         )
 
     def outputs(self, path: Path) -> list[Path]:
@@ -67,20 +70,22 @@ class Sharded(Weights):
             path,
         ]
 
-    def save_state(self, path: Path, state: OrderedDict[str, Any], record: Record, *, overwrite: bool = True) -> None:
+    def save_state(
+        self, path: Path, state: OrderedDict[str, Any], metadata: ModelMetadata, *, overwrite: bool = True
+    ) -> None:
         """See `Stateful`; every tensor stays in the shard that it was in."""
         found = merged(self.state, self.prefix, state)
         *shards, index = self.outputs(path)
         names = {name: shard.name for (name, _), shard in zip(self._shards, shards, strict=True)}
         weight_map = {tensor: names[shard] for tensor, shard in self._index["weight_map"].items()}
         with atomic_writes([*shards, index], overwrite=overwrite) as temporaries:
-            for number, ((before, metadata), shard) in enumerate(zip(self._shards, shards, strict=True)):
+            for number, ((before, header), shard) in enumerate(zip(self._shards, shards, strict=True)):
                 own = self._others[before] | {
                     name: found[name] for name, place in weight_map.items() if place == shard.name
                 }
-                known = {RECORD: record.to_text()} if number == 0 else {}
+                known = {RECORD: metadata.to_text()} if number == 0 else {}
                 with storage_errors(shard):
-                    write_tensors(temporaries[number], shard, own, metadata | known)
+                    write_tensors(temporaries[number], shard, own, header | known)
             with storage_errors(index):
                 text = json.dumps({**self._index, "weight_map": weight_map}, indent=2)
                 temporaries[-1].write_text(text + "\n", encoding="utf-8")

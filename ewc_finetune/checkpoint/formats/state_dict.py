@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ewc_finetune.checkpoint.checkpoint import Record, SingleFile, cpu_state
+from ewc_finetune.checkpoint.checkpoint import ModelMetadata, SingleFile, cpu_state
 from ewc_finetune.checkpoint.formats.weights import Weights, merged
 from ewc_finetune.errors import CheckpointError, StorageError
 from ewc_finetune.storage.atomic import atomic_write
@@ -50,18 +50,18 @@ class StateDict(Weights, SingleFile):
         state = document
         for key in path:
             state = state[key]
-        metadata = getattr(state, "_metadata", None)
-        record = Record.read(metadata.get(_KEY) if isinstance(metadata, Mapping) else None, label)
-        super().__init__(label, sha256, record, state, remarks)
+        versions = getattr(state, "_metadata", None)
+        metadata = ModelMetadata.read(versions.get(_KEY) if isinstance(versions, Mapping) else None, label)
+        super().__init__(label, sha256, metadata, state, remarks)
         self._document = document
         self._path = path
         self.form = f"under {path[0]!r}" if path else None
 
-    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
+    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], metadata: ModelMetadata) -> None:
         """See `Checkpoint`; all else that the file held stays as it was."""
         found = OrderedDict(merged(self.state, self.prefix, state))
         found._metadata = getattr(self.state, "_metadata", None) or state._metadata  # type: ignore[attr-defined]
-        write_state_dict(temporary, path, found, record, self._document, self._path)
+        write_state_dict(temporary, path, found, metadata, self._document, self._path)
 
 
 def find_state(document: object, label: str) -> tuple[str, ...]:
@@ -105,32 +105,32 @@ def _is_state(value: object) -> bool:
 def save_state_dict(
     path: Path,
     model: nn.Module,
-    record: Record,
+    metadata: ModelMetadata,
     dtypes: Mapping[str, torch.dtype] | None = None,
     *,
     overwrite: bool = True,
 ) -> None:
-    """Write a model as a plain state dict that carries `record`; see `Checkpoint.save`."""
+    """Write a model as a plain state dict that carries `metadata`; see `Checkpoint.save`."""
     with atomic_write(path, overwrite=overwrite) as temporary:
-        write_state_dict(temporary, path, cpu_state(model, dtypes), record)
+        write_state_dict(temporary, path, cpu_state(model, dtypes), metadata)
 
 
 def write_state_dict(
     temporary: Path,
     path: Path,
     state: OrderedDict[str, Any],
-    record: Record,
+    metadata: ModelMetadata,
     document: Mapping[str, Any] | None = None,
     within: tuple[str, ...] = (),
 ) -> None:
-    """Write a state dict that carries `record`, within a document where there is one; see `SingleFile.write`.
+    """Write a state dict that carries `metadata`, within a document where there is one; see `SingleFile.write`.
 
     Raises:
         StorageError: if it cannot be written.
     """
-    metadata = OrderedDict({**state._metadata, _KEY: record.to_json()})  # type: ignore[attr-defined]
+    versions = OrderedDict({**state._metadata, _KEY: metadata.to_json()})  # type: ignore[attr-defined]
     state = OrderedDict(state)
-    state._metadata = metadata  # type: ignore[attr-defined]
+    state._metadata = versions  # type: ignore[attr-defined]
     saved: Any = state
     if document is not None and within:
         (key,) = within

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.formats.archive import Archive
 from ewc_finetune.checkpoint.formats.program import RECORD, Program, silent
 from ewc_finetune.checkpoint.formats.torchscript_code import find_refused, is_printable
@@ -49,13 +49,13 @@ class TorchScript(Program):
         if not trust_code:
             _check_code(path)
         extra, module = _load(path)
-        super().__init__(path, module, Record.read_text(extra.get(RECORD), str(path)))
+        super().__init__(path, module, ModelMetadata.read_text(extra.get(RECORD), str(path)))
 
-    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
+    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], metadata: ModelMetadata) -> None:
         """See `Checkpoint`."""
         extra, module = _load(self.path)  # the program as it was, its mode included
         module.load_state_dict(state)
-        extra[RECORD] = record.to_text()
+        extra[RECORD] = metadata.to_text()
         with silent():
             # Into memory: given a path, torch would write the temporary name into the archive.
             temporary.write_bytes(module.save_to_buffer(_extra_files=extra))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ewc_finetune.checkpoint.architecture import TRANSFORMERS
-from ewc_finetune.checkpoint.checkpoint import Checkpoint, Record, cpu_state
+from ewc_finetune.checkpoint.checkpoint import Checkpoint, ModelMetadata, cpu_state
 from ewc_finetune.checkpoint.formats.weights import Weights
 from ewc_finetune.choices import LikelihoodName
 from ewc_finetune.errors import (
@@ -43,7 +43,7 @@ from ewc_finetune.hub.client import UnreachableError, hub_errors
 from ewc_finetune.hub.repository import look_up, remember
 from ewc_finetune.modules.devices import random_state_kept
 from ewc_finetune.modules.finite import check_model
-from ewc_finetune.modules.task import Purpose, Task
+from ewc_finetune.modules.task import ModelTask, Task
 from ewc_finetune.storage.atomic import atomic_folder, storage_errors
 
 HUB = "hf:"
@@ -78,7 +78,7 @@ class HuggingFace(Checkpoint):
     ending = ""
 
     def __init__(self, folder: Path, weights: Weights, file: Path, label: str) -> None:
-        super().__init__(label, weights.sha256, weights.record)
+        super().__init__(label, weights.sha256, weights.metadata)
         self.folder = folder
         self.weights = weights
         self.file = file
@@ -124,11 +124,11 @@ class HuggingFace(Checkpoint):
         self._check_names(model, text)
         check_model(model, f"{self.label}: ")
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name not in self.record.frozen)
+            parameter.requires_grad_(name not in self.metadata.frozen)
         model.config.use_cache = False  # what it would keep for generation is of no use here
-        self.purpose = _purpose(kind.__name__, self._config, self.folder)
+        self.task = _task(kind.__name__, self._config, self.folder)
         self.versions = {"transformers": require_transformers().__version__}
-        self.record = replace(self.record, classes=self.record.classes or _listed(self.purpose.classes))
+        self.metadata = replace(self.metadata, classes=self.metadata.classes or _listed(self.task.classes))
         return model.eval(), text
 
     def _load(self, kind: Any) -> Any:
@@ -214,7 +214,7 @@ class HuggingFace(Checkpoint):
         self,
         path: Path,
         model: nn.Module,
-        record: Record,
+        metadata: ModelMetadata,
         dtypes: Mapping[str, torch.dtype] | None = None,
         *,
         overwrite: bool = True,
@@ -226,10 +226,10 @@ class HuggingFace(Checkpoint):
                 shutil.copyfile(self.folder / name, temporary / name)
             state = _names_of_file(model, cpu_state(model, dtypes))
             own = {name: tensor.to(self.state[name].dtype) for name, tensor in state.items() if name in self.state}
-            self._say_classes(temporary / "config.json", own, record)
+            self._say_classes(temporary / "config.json", own, metadata)
             found = OrderedDict(own)
             found._metadata = OrderedDict()  # type: ignore[attr-defined]
-            self.weights.save_state(temporary / self.file.name, found, record)
+            self.weights.save_state(temporary / self.file.name, found, metadata)
 
     def check_folder(self, path: Path) -> None:
         """Refuse to replace a folder that has anything in it but such a model, as it would be lost.
@@ -258,15 +258,15 @@ class HuggingFace(Checkpoint):
             and not any(_APART.fullmatch(part) for part in found.relative_to(self.folder).parts[:-1])
         ]
 
-    def _say_classes(self, file: Path, own: Mapping[str, Tensor], record: Record) -> None:
+    def _say_classes(self, file: Path, own: Mapping[str, Tensor], metadata: ModelMetadata) -> None:
         """Let the config of a classifier that was given another head say how many outputs it has, and what they are."""
         known = dict(self._config.id2label or {})
         changed = {len(tensor) for name, tensor in own.items() if tensor.shape != self.state[name].shape}
         outputs = max(changed, default=len(known))
-        renewed = record.head is not None and record.head != self.record.head
+        renewed = metadata.head is not None and metadata.head != self.metadata.head
         if not changed and not renewed:
             return
-        names = record.classes or [f"LABEL_{n}" if renewed else known.get(n, f"LABEL_{n}") for n in range(outputs)]
+        names = metadata.classes or [f"LABEL_{n}" if renewed else known.get(n, f"LABEL_{n}") for n in range(outputs)]
         labels = {"id2label": dict(enumerate(names)), "label2id": {name: n for n, name in enumerate(names)}}
         file.write_text(json.dumps(_read_json(file) | labels, indent=2) + "\n", encoding="utf-8")
 
@@ -395,7 +395,7 @@ def require_transformers() -> Any:
     return transformers
 
 
-def purpose_of(model: nn.Module) -> Purpose | None:
+def task_of(model: nn.Module) -> ModelTask | None:
     """Return what a module is for that somebody loaded with transformers, from a folder or the cache of the Hub."""
     config: Any = getattr(model, "config", None)
     name = getattr(config, "name_or_path", None)
@@ -413,16 +413,16 @@ def purpose_of(model: nn.Module) -> Purpose | None:
         if not isinstance(found, str):
             return None
         folder = Path(found).parent
-    return _purpose(type(model).__name__, config, folder)
+    return _task(type(model).__name__, config, folder)
 
 
-def _purpose(name: str, config: Any, folder: Path) -> Purpose:
-    task = _task(name)
+def _task(name: str, config: Any, folder: Path) -> ModelTask:
+    kind = _kind(name)
     labels = dict(getattr(config, "id2label", None) or {})
     names = tuple(str(labels[key]) for key in sorted(labels, key=int))
     told = any(label != f"LABEL_{number}" for number, label in enumerate(names))
     likelihood: LikelihoodName = "categorical"
-    if task in ("causal language model", "masked language model"):
+    if kind in ("causal language model", "masked language model"):
         likelihood, told = "per-token", False
     elif getattr(config, "problem_type", None) == "multi_label_classification":
         likelihood = "bernoulli"
@@ -431,20 +431,20 @@ def _purpose(name: str, config: Any, folder: Path) -> Purpose:
     length = getattr(config, "max_position_embeddings", None)
     # Models of this family count positions from behind the padding index.
     kept = 2 if getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert") else 0
-    return Purpose(
-        folder, task, likelihood, names if told else None, length - kept if isinstance(length, int) else None
+    return ModelTask(
+        folder, kind, likelihood, names if told else None, length - kept if isinstance(length, int) else None
     )
 
 
-def _task(name: str) -> Task | None:
+def _kind(name: str) -> Task | None:
     from transformers.models.auto import modeling_auto
 
-    for task, table in _TASKS:
+    for kind, table in _TASKS:
         known: set[str] = set()
         for value in getattr(modeling_auto, table).values():
             known.update([value] if isinstance(value, str) else value)
         if name in known:
-            return task
+            return kind
     return None
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ewc_finetune.checkpoint.architecture import FORMS, build, uninitialised
-from ewc_finetune.checkpoint.checkpoint import Record, Stateful
+from ewc_finetune.checkpoint.checkpoint import ModelMetadata, Stateful
 from ewc_finetune.checkpoint.torchvision_models import COUNTS, recognise
 from ewc_finetune.errors import ArchitectureError, CheckpointError, few
 from ewc_finetune.modules.finite import check_model
@@ -21,7 +21,7 @@ class Weights(Stateful):
     Args:
         label: See `Checkpoint`.
         sha256: Likewise.
-        record: Likewise.
+        metadata: Likewise.
         state: Parameters and buffers, on the CPU.
         remarks: See `Checkpoint`.
 
@@ -30,9 +30,14 @@ class Weights(Stateful):
     """
 
     def __init__(
-        self, label: str, sha256: str | None, record: Record, state: Mapping[str, Tensor], remarks: tuple[str, ...] = ()
+        self,
+        label: str,
+        sha256: str | None,
+        metadata: ModelMetadata,
+        state: Mapping[str, Tensor],
+        remarks: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(label, sha256, record, remarks)
+        super().__init__(label, sha256, metadata, remarks)
         self.state = state
         self.prefix = ""
 
@@ -44,7 +49,7 @@ class Weights(Stateful):
             CheckpointError: if weights are integers (quantized), or tied ones contradict each other.
             NonFiniteError: if a weight is NaN or infinite.
         """
-        text = architecture or self.record.architecture
+        text = architecture or self.metadata.architecture
         if text is None:
             text, self.prefix = self._recognised()
             model = _built(text, True, [])
@@ -63,7 +68,7 @@ class Weights(Stateful):
             self.form = " and ".join(filter(None, (self.form, f"behind {self.prefix!r}")))
         check_model(model, f"{self.label}: ")
         for name, parameter in model.named_parameters():
-            if name in self.record.frozen:
+            if name in self.metadata.frozen:
                 parameter.requires_grad_(False)
         return model.eval(), text
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
-from ewc_finetune.checkpoint.checkpoint import Record
+from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.formats.program import Program, silent
 from ewc_finetune.errors import ArchitectureError, CheckpointError, few
 from ewc_finetune.storage.atomic import sha256
@@ -27,11 +27,7 @@ _LARGEST = (2 << 30) - 1
 
 
 class Onnx(Program):
-    """An ONNX model.
-
-    Args:
-        path: The file.
-    """
+    """An ONNX model."""
 
     format = "onnx"
     ending = ".onnx"
@@ -45,7 +41,7 @@ class Onnx(Program):
         self._model: ModelProto | None = model
         self._links: tuple[Link, ...] = ()
         text = next((entry.value for entry in model.metadata_props if entry.key == _KEY), None)
-        super().__init__(path, nn.Module(), Record.read_text(text, str(path)))
+        super().__init__(path, nn.Module(), ModelMetadata.read_text(text, str(path)))
         if beside:
             digests = [str(self.sha256), *(sha256(file) for file in beside)]
             self.sha256 = hashlib.sha256("".join(digests).encode()).hexdigest()
@@ -76,7 +72,7 @@ class Onnx(Program):
         self.remarks += tuple(f"{self.label}: {remark}" for remark in said + _of_links(links))
         return super().build(architecture)
 
-    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], record: Record) -> None:
+    def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], metadata: ModelMetadata) -> None:
         """See `Checkpoint`."""
         from ewc_finetune.checkpoint.formats.onnx.links import write_back
 
@@ -84,7 +80,7 @@ class Onnx(Program):
         write_back(model, self._links, state, self.label)
         entry = next((entry for entry in model.metadata_props if entry.key == _KEY), None)
         entry = model.metadata_props.add(key=_KEY) if entry is None else entry
-        entry.value = record.to_text()
+        entry.value = metadata.to_text()
         temporary.write_bytes(model.SerializeToString(deterministic=True))
 
 
@@ -128,9 +124,9 @@ def _fetch(model: ModelProto, path: Path) -> list[Path]:
         )
     for tensor in outside:
         file, offset, length = parts[tensor.name]
-        with file.open("rb") as opened:
-            opened.seek(offset)
-            tensor.raw_data = opened.read(length)
+        with file.open("rb") as stream:
+            stream.seek(offset)
+            tensor.raw_data = stream.read(length)
         tensor.ClearField("external_data")
         tensor.ClearField("data_location")
     return sorted({file for file, _, _ in parts.values()})

@@ -20,7 +20,7 @@ from ewc_finetune.storage.signals import safe_point
 
 
 @dataclass(frozen=True)
-class Layout:
+class InputSpec:
     """The way from a sample of the data to an input of the model.
 
     Attributes:
@@ -73,8 +73,8 @@ class Layout:
         return document | self.transform.to_json() | ({} if self.raw else {"raw": False})
 
     @classmethod
-    def read(cls, document: Mapping[str, Any]) -> Layout:
-        """Return the layout of which `to_json` made this."""
+    def read(cls, document: Mapping[str, Any]) -> InputSpec:
+        """Return the input spec of which `to_json` made this."""
         names = document.get("names")
         return cls(
             shape=tuple(document["shape"]),
@@ -86,13 +86,13 @@ class Layout:
         )
 
 
-def find_layout(
+def find_input_spec(
     model: nn.Module,
     domain: Domain,
     device: torch.device,
     check_outputs: Callable[[Tensor], None],
     recorded: dict[str, Any] | None = None,
-) -> tuple[Layout, tuple[int, ...]]:
+) -> tuple[InputSpec, tuple[int, ...]]:
     """Find how a domain's samples go into the model, by trying one: as it is, then flattened.
 
     Args:
@@ -100,10 +100,10 @@ def find_layout(
         domain: The domain that the sample is of.
         device: The device that the model is on.
         check_outputs: Raises a DataError for outputs that the likelihood cannot take.
-        recorded: The layout that the model's checkpoint or anchor carries, to say what would have been right.
+        recorded: The input spec that the model's checkpoint or anchor carries, to say what would have been right.
 
     Returns:
-        The layout, and the shape of the model's outputs for one sample.
+        The input spec, and the shape of the model's outputs for one sample.
 
     Raises:
         DataError: if the sample goes into the model in neither way; the shapes are named.
@@ -115,30 +115,32 @@ def find_layout(
         shape, as_bytes = tuple(sample.shape[1:]), sample.dtype == torch.uint8
         transform, raw = _transform_of(domain, sample)
         ways = (False, True) if len(shape) > 1 else (False,)
-        layouts = [Layout(shape, flat, as_bytes, transform=transform, raw=raw) for flat in ways]
+        input_specs = [InputSpec(shape, flat, as_bytes, transform=transform, raw=raw) for flat in ways]
     else:
         shape = ()
-        layouts = [Layout((), False, False, {key: tuple(tensor.shape[1:]) for key, tensor in sample.items()})]
-    for layout in layouts:
+        input_specs = [InputSpec((), False, False, {key: tuple(tensor.shape[1:]) for key, tensor in sample.items()})]
+    for input_spec in input_specs:
         try:
             with evaluating(model), unchanged(model), torch.no_grad(), random_state_kept(device):
-                outputs = call(model, layout.present(sample, dtype))
+                outputs = call(model, input_spec.present(sample, dtype))
         except Exception as error:  # noqa: BLE001 - a model may raise anything for an input it can't take
             _refuse_batch_statistics(model, error)
-            refusals.append(f"{'flattened' if layout.flat else 'as it is'}: {str(error).partition(chr(10))[0][:200]}")
+            refusals.append(
+                f"{'flattened' if input_spec.flat else 'as it is'}: {str(error).partition(chr(10))[0][:200]}"
+            )
             continue
         try:
             check_outputs(outputs)
         except DataError as error:
-            if layout is layouts[-1]:  # nothing else is left to try, and it was not the input that was wrong
+            if input_spec is input_specs[-1]:  # nothing else is left to try, and it was not the input that was wrong
                 raise
-            refusals.append(f"{'flattened' if layout.flat else 'as it is'}: {error}"[:200])
+            refusals.append(f"{'flattened' if input_spec.flat else 'as it is'}: {error}"[:200])
             continue
-        return layout, tuple(outputs.shape[1:])
+        return input_spec, tuple(outputs.shape[1:])
     wanted = (recorded or {}).get("shape")
     if wanted and list(wanted) != list(shape):
         raise DataError(f"{name}: samples have shape {_show(shape)}; the model takes {_show(wanted)}.{_advice(wanted)}")
-    described = f"shape {_show(shape)}" if isinstance(sample, Tensor) else layouts[0].describe()
+    described = f"shape {_show(shape)}" if isinstance(sample, Tensor) else input_specs[0].describe()
     image = isinstance(sample, Tensor) and sample.ndim == 4
     hint = ". To convert images, add channels=1|3 or size=PIXELS behind the data's question mark" if image else ""
     raise DataError(f"{name}: a sample of {described} does not go into the model ({'; '.join(refusals)}){hint}")
@@ -181,13 +183,13 @@ def _refuse_batch_statistics(model: nn.Module, error: Exception) -> None:
         ) from error
 
 
-def feed(batches: Iterable[Batch], layout: Layout, model: nn.Module, device: torch.device) -> Iterator[Batch]:
+def feed(batches: Iterable[Batch], input_spec: InputSpec, model: nn.Module, device: torch.device) -> Iterator[Batch]:
     """Bring batches of samples to the device, presented as the model wants them."""
     dtype = dtype_of(model)
     for samples, labels in batches:
         safe_point()
         moved = each(lambda tensor: tensor.to(device), samples)
-        yield layout.present(moved, dtype), None if labels is None else labels.to(device)
+        yield input_spec.present(moved, dtype), None if labels is None else labels.to(device)
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
