@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ewc_finetune.anchor.anchor import FORMAT, Anchor
+from ewc_finetune.anchor.anchor import Anchor
+from ewc_finetune.anchor.schema import FORMAT
 from ewc_finetune.checkpoint.architecture import build, complete
 from ewc_finetune.checkpoint.checkpoint import Checkpoint, ModelMetadata
 from ewc_finetune.checkpoint.file_format import detect
