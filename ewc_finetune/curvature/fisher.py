@@ -19,7 +19,7 @@ from ewc_finetune.curvature.batching import gathered
 from ewc_finetune.curvature.engine import Engine
 from ewc_finetune.curvature.kfac_factors import LARGEST, BlockSums, mirrored
 from ewc_finetune.curvature.kronecker_block import Block
-from ewc_finetune.curvature.kronecker_factors import Full
+from ewc_finetune.curvature.kronecker_factors import DenseFactor
 from ewc_finetune.curvature.options import check_sampling
 from ewc_finetune.curvature.standard_error import RunningError, StandardError
 from ewc_finetune.errors import ArchitectureError, DataError, DeviceError, NonFiniteError, UsageError
@@ -370,10 +370,13 @@ class _Pass:
         batched = self.estimator == "batched"
         squares = {name: total for name, (total, *_) in self.totals.items() if name not in layers}
         unreached = [name for name, total in squares.items() if not total.any()]
-        factors = {name: [Full(mirrored(total) / self.samples) for total in self.totals[name]] for name in layers}
+        blocks = []
+        for name, layer in layers.items():
+            factors = (DenseFactor(mirrored(total) / self.samples) for total in self.totals[name])
+            blocks.append(Block(name, layer.bias, layer.transposed, *factors))
         return Fisher(
             values={name: total.div_(self.samples) for name, total in squares.items()},
-            blocks=[Block(name, one.bias, one.transposed, *factors[name]) for name, one in layers.items()],
+            blocks=blocks,
             samples=self.samples,
             scores=scores,
             estimator=self.estimator,
