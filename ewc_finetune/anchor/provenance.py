@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from ewc_finetune.anchor.describe import is_number
 from ewc_finetune.choices import CURVATURE_DTYPES, CURVATURES, KNOWN_ESTIMATORS, LIKELIHOODS
 from ewc_finetune.data.transform import is_transform
-from ewc_finetune.errors import AnchorError, few
+from ewc_finetune.errors import AnchorError
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,6 @@ class Provenance:
     curvature_storage: dict[str, Any] | None = None
     weights_reference: dict[str, Any] | None = None
 
-    def left_free(self, *, every: bool) -> list[tuple[str, str]]:
-        """Return the parameters without curvature by the reason for it: their names, all or the first few, and it."""
-        reasons: dict[str, list[str]] = {}
-        for name, reason in self.excluded.items():
-            reasons.setdefault(reason, []).append(name)
-        return [(", ".join(names) if every else few(names), reason) for reason, names in reasons.items()]
-
     def to_json(self) -> dict[str, Any]:
         """Return the document: what came later and is not there is not in it, as before it came."""
         document = asdict(self)
@@ -161,15 +154,11 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _is_number(value: Any) -> bool:
-    return (isinstance(value, float) and math.isfinite(value)) or (isinstance(value, int) and abs(value) < 2**63)
-
-
 def _is_importance(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(layer, dict)
         and isinstance(layer.get("layer"), str)
-        and all(_is_number(layer.get(key)) for key in ("parameters", "share", "mean", "max"))
+        and all(is_number(layer.get(key)) for key in ("parameters", "share", "mean", "max"))
         for layer in value
     )
 
@@ -192,7 +181,7 @@ def _is_merged(value: Any) -> bool:
         and all(
             isinstance(parent, dict)
             and _is_text_or_none(parent.get("sha256", 0))
-            and _is_number(parent.get("lambda"))
+            and is_number(parent.get("lambda"))
             and isinstance(parent.get("provenance"), dict)
             and _is_lineage(parent["provenance"].get("lineage", []))
             for parent in parents
@@ -203,7 +192,7 @@ def _is_merged(value: Any) -> bool:
 
 
 def _is_numbers_or_none(value: Any) -> bool:
-    return value is None or (isinstance(value, dict) and all(map(_is_number, value.values())))
+    return value is None or (isinstance(value, dict) and all(map(is_number, value.values())))
 
 
 def is_head(value: Any) -> bool:
@@ -257,14 +246,14 @@ def _is_probes(value: Any) -> bool:
         and probe.get("likelihood") in LIKELIHOODS
         and _is_layout(probe.get("layout"))
         and _is_active(probe.get("active", 0))
-        and _is_number(probe.get("seed"))
+        and is_number(probe.get("seed"))
         for probe in value
     )
 
 
 def _is_error(value: Any) -> bool:
     def known(number: Any) -> bool:
-        return number is None or _is_number(number)
+        return number is None or is_number(number)
 
     layers = value.get("layers", {}) if isinstance(value, dict) else None
     return value is None or (
@@ -280,7 +269,7 @@ def _is_storage(value: Any) -> bool:
     return value is None or (
         isinstance(value, dict)
         and value.get("dtype") in CURVATURE_DTYPES[1:]
-        and _is_number(value.get("error"))
+        and is_number(value.get("error"))
         and _is_count(value.get("raised"))
     )
 
@@ -317,10 +306,10 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "samples": (_is_count, "a number of samples"),
     "standard_error": (_is_error, "an object with a trace and layers"),
     "batch_size": (lambda v: v is None or _is_count(v), "a number of samples"),
-    "seed": (_is_number, "a number"),
+    "seed": (is_number, "a number"),
     "curvature": (lambda v: v in CURVATURES, f"one of {', '.join(CURVATURES)}, which this version reads"),
     "kfac": (_is_kfac, "a list of layers, each with weight, bias and transposed"),
-    "constant": (_is_dict_of(_is_number), "an object of numbers"),
+    "constant": (_is_dict_of(is_number), "an object of numbers"),
     "head": (is_head, "an object with parameters and an id"),
     "merged": (lambda v: v is None or _is_merged(v), "an object with parents, each with sha256, lambda, provenance"),
     "importance": (_is_importance, "a list of layers, each with parameters, share, mean and max"),
@@ -329,7 +318,7 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "excluded": (_is_dict_of(_is_text), "an object of reasons"),
     "normalisation": (lambda v: isinstance(v, dict) and _is_texts(v.get("layers", [])), "an object with layers"),
     "lineage": (_is_lineage, "a list of objects"),
-    "scores": (_is_dict_of(_is_number), "an object of numbers"),
+    "scores": (_is_dict_of(is_number), "an object of numbers"),
     "input": (_is_input, "an object with a shape, and perhaps what is done to images (size, crop, mean, std)"),
     "classes": (lambda v: v is None or _is_texts(v), "a list of names"),
     "probes": (
