@@ -1,14 +1,4 @@
-"""The anchor: what stands in for the old data. Its schema, and how it is saved, loaded and validated.
-
-A safetensors file, format version 1. Tensors: `fisher.<parameter>` (float32), `anchor.<parameter>` and
-`buffer.<name>` (as in the checkpoint), and `kfac.<layer>...` (see `kronecker_tensors`). A parameter that is in none of
-`fisher.` and `kfac.` is free. If there are probes, `probe.<n>...` too (see `probe_tensors`). Metadata, text to text:
-`format`, `format_version`, and `anchor`, a JSON document with the fields of `Provenance`.
-
-Version 2, which is written only where it is needed: with `scale.<parameter>` (float32, shape `()`), the Fisher is its
-product with `fisher.<parameter>`, which is in half precision (see `curvature.storage`); and weights may be in files on
-the Hub that the provenance names (see `reference`).
-"""
+"""The anchor: what stands in for the old data, and how it is saved, loaded and validated."""
 
 from __future__ import annotations
 
@@ -39,6 +29,7 @@ from ewc_finetune.anchor.probe_tensors import Probe, ProbeFile, check_probe
 from ewc_finetune.anchor.probe_tensors import records_of as records_of_probes
 from ewc_finetune.anchor.probe_tensors import to_tensors as probes_to_tensors
 from ewc_finetune.anchor.provenance import Provenance, read_provenance
+from ewc_finetune.anchor.schema import FORMAT, check_format, groups_of, open_source
 from ewc_finetune.curvature.kronecker_block import Block
 from ewc_finetune.errors import AnchorError, NonFiniteError
 from ewc_finetune.hub.address import HubAddress, is_address
@@ -47,12 +38,7 @@ from ewc_finetune.modules.finite import check_buffer, check_buffers, check_weigh
 from ewc_finetune.storage.atomic import atomic_write, sha256
 from ewc_finetune.storage.checksums import KEY, CheckedSource
 from ewc_finetune.storage.lazy_tensors import TensorFile, shapes_of, write_tensors
-from ewc_finetune.storage.safetensors_source import FileSource, LocalSource, TensorSource
-from ewc_finetune.storage.shards import INDEX, PART, ShardedSource
-
-FORMAT = "ewc-anchor"
-FORMAT_VERSION = 2
-_GROUPS = ("fisher.", "anchor.", "buffer.", "kfac.", "probe.")
+from ewc_finetune.storage.safetensors_source import TensorSource
 
 
 @dataclass(frozen=True)
@@ -216,16 +202,16 @@ class Anchor:
         return replace(cls.of(source, path), digest=source.digest() if digest else None)
 
     @classmethod
-    def of_hub(cls, found: HubAnchor) -> Anchor:
+    def of_hub(cls, fetched: HubAnchor) -> Anchor:
         """Return an anchor that was fetched from the Hub, without reading its tensors; see `open`."""
-        anchor = cls.of(found.source, found.path, found.place)
-        return replace(anchor, digest=found.digest, remarks=found.remarks + anchor.remarks)
+        anchor = cls.of(fetched.source, fetched.path, fetched.place)
+        return replace(anchor, digest=fetched.digest, remarks=fetched.remarks + anchor.remarks)
 
     @classmethod
     def of(cls, source: TensorSource, path: Path | None = None, place: HubAddress | None = None) -> Anchor:
         """Return the anchor of which a source has the tensors, without reading them; see `open`."""
         where = source.label
-        _check_format(source.metadata, where)
+        check_format(source.metadata, where)
         provenance, unknown = read_provenance(source.metadata.get("anchor"), where)
         unknown += sorted(source.metadata.keys() - {"format", "format_version", "anchor", KEY})
         source = CheckedSource(source)
@@ -264,11 +250,6 @@ def _checked(check: Callable[[str, Tensor, str], None], where: str) -> Callable[
     return use
 
 
-def groups_of(provenance: Provenance) -> tuple[str, ...]:
-    """Return what the names of an anchor's tensors begin with."""
-    return _GROUPS if provenance.curvature_storage is None else (*_GROUPS, "scale.")
-
-
 def _stored_fisher(fisher: Mapping[str, Tensor], provenance: Provenance) -> dict[str, Tensor]:
     """Return the tensors that a file has of a diagonal."""
     if provenance.curvature_storage is None:
@@ -290,9 +271,9 @@ def _fisher_reader(source: TensorSource, provenance: Provenance) -> Callable[[st
         scale = source.read(key) if key in source.entries else torch.tensor(math.nan)
         if scale.shape or not scale.is_floating_point() or not scale.isfinite() or scale <= 0:
             raise AnchorError(f"{source.label}: {key} should be one number above 0. Make the anchor again")
-        found = decode(stored, scale) if stored.is_floating_point() else stored
-        check_fisher(name, found, source.label)
-        return found
+        fisher = decode(stored, scale) if stored.is_floating_point() else stored
+        check_fisher(name, fisher, source.label)
+        return fisher
 
     return use
 
@@ -339,10 +320,10 @@ def _check_shapes(anchor: Anchor) -> None:
                 wrong = "also has a diagonal" if name in weights else f"has no anchor.{name} beside it"
                 raise AnchorError(f"{anchor.label}: kfac.{layer} is of {name}, which {wrong}. Make the anchor again")
         expected = matrix_of(anchor.blocks, layer, weights[names[0]])
-        found = sizes_of(anchor.blocks, layer)
-        if found != expected:
+        sizes = sizes_of(anchor.blocks, layer)
+        if sizes != expected:
             raise AnchorError(
-                f"{anchor.label}: the factors of {layer} have {found['input']} and {found['output']} rows; with "
+                f"{anchor.label}: the factors of {layer} have {sizes['input']} and {sizes['output']} rows; with "
                 f"weights of shape {tuple(weights[names[0]])} they should have {expected['input']} and "
                 f"{expected['output']}. Make the anchor again"
             )
@@ -376,50 +357,3 @@ def check_fisher(name: str, fisher: Tensor, where: str) -> None:
         raise NonFiniteError(f"{where}: fisher.{name} holds NaN or infinity. Make the anchor again")
     if (fisher < 0).any():
         raise AnchorError(f"{where}: fisher.{name} holds negative values; a Fisher is a mean of squares")
-
-
-def open_source(path: Path) -> LocalSource:
-    """Open the file or files of an anchor, once it is clear that they may be one.
-
-    Raises:
-        AnchorError: if there is none, or it cannot be one.
-    """
-    if not path.is_file():
-        raise AnchorError(
-            f"there is no anchor at {path}. `ewc-ft consolidate` makes one from a checkpoint; one on the Hub is named "
-            "hf://ORG/NAME"
-        )
-    if path.name.endswith(INDEX):
-        return ShardedSource(path)
-    _check_is_safetensors(path)
-    return FileSource(path)
-
-
-def _check_is_safetensors(path: Path) -> None:
-    with path.open("rb") as file:
-        head = file.read(9)
-    if not head:
-        raise AnchorError(f"{path} is empty; expected an anchor. Copy it again, or make it with `ewc-ft consolidate`")
-    # A safetensors file begins with the length of its header, which may look like anything, and an opening brace.
-    if head[8:9] != b"{" and head[:2] in (b"PK", b"\x80\x02", b"\x80\x04"):
-        raise AnchorError(
-            f"{path} is a checkpoint that torch.save wrote, not an anchor. `ewc-ft consolidate {path}` makes its anchor"
-        )
-
-
-def _check_format(metadata: Mapping[str, str], path: str) -> None:
-    if metadata.get("format") == PART:
-        raise AnchorError(f"{path} is one part of an anchor. Name the index beside it (...{INDEX})")
-    if metadata.get("format") != FORMAT:
-        raise AnchorError(
-            f"{path} is a safetensors file but not an anchor (no format={FORMAT!r} in its metadata). "
-            f"`ewc-ft consolidate {path}` makes the anchor of a model's weights"
-        )
-    version = metadata.get("format_version", "")
-    if not version.isdecimal() or len(version) > 9 or int(version) < 1:
-        raise AnchorError(f"{path}: format_version is {version!r}; expected a whole number up to {FORMAT_VERSION}")
-    if int(version) > FORMAT_VERSION:
-        raise AnchorError(
-            f"{path} is an anchor of format version {version}; this ewc-finetune reads up to {FORMAT_VERSION}. "
-            "Upgrade with: pip install -U ewc-finetune"
-        )

@@ -26,13 +26,13 @@ def grown_parameters(anchors: Sequence[Anchor]) -> set[str]:
     for anchor in anchors:
         for name, shape in anchor.held_shapes().items():
             shapes.setdefault(name, set()).add(shape)
-    found = {name for name, known in shapes.items() if len(known) > 1}
-    if len({name.rpartition(".")[0] for name in found}) > 1:
+    grown = {name for name, known in shapes.items() if len(known) > 1}
+    if len({name.rpartition(".")[0] for name in grown}) > 1:
         raise AnchorMismatchError(
-            f"anchors of different models: {', '.join(sorted(found)[:3])} have other shapes in {anchors[0].label} than "
+            f"anchors of different models: {', '.join(sorted(grown)[:3])} have other shapes in {anchors[0].label} than "
             f"in {anchors[-1].label}, and only one layer can have been expanded"
         )
-    return found
+    return grown
 
 
 def remarks(
@@ -47,28 +47,28 @@ def remarks(
     """
     if model is None:
         model = (anchors[-1].label, anchors[-1].provenance.head) if anchors else ("", None)
-    found = []
+    texts = []
     for number, anchor in enumerate(anchors):
         for other in anchors[:number]:
             if anchor.digest is not None and anchor.digest == other.digest:
-                found.append(f"{anchor.label} is the same anchor as {other.label}: it counts twice. Drop one")
+                texts.append(f"{anchor.label} is the same anchor as {other.label}: it counts twice. Drop one")
             elif members_of(anchor) & members_of(other):
                 merged, part = (anchor, other) if anchor.provenance.merged else (other, anchor)
                 verb = "was merged from anchors that are in" if part.provenance.merged else "was merged from"
-                found.append(f"{merged.label} {verb} {part.label}, which so counts twice. Drop one of them")
+                texts.append(f"{merged.label} {verb} {part.label}, which so counts twice. Drop one of them")
         inside = [other.label for other in anchors if other is not anchor and had_a_part(other, anchor)]
         if inside and lineage == "all":
-            found.append(
+            texts.append(
                 f"{anchor.label} was made from a checkpoint that {', '.join(inside)} already pulled on, so the older "
                 "domain counts twice in part. --lineage latest moves the older curvature to the newer weights "
                 "(leaving the older anchor out would give its domain up)"
             )
         late = [other.label for other in anchors[number + 1 :] if had_a_part(other, anchor)]
         if late:
-            found.append(f"{', '.join(late)} had a part in {anchor.label} and comes after it; expected oldest first")
+            texts.append(f"{', '.join(late)} had a part in {anchor.label} and comes after it; expected oldest first")
         if foreign_head(anchor, model[1]):
-            found.append(f"{anchor.label} has another last layer than {model[0]}, so the anchor's is left out")
-    found += [text for anchor in anchors if (text := of_another_digest(anchor, anchors)) is not None]
+            texts.append(f"{anchor.label} has another last layer than {model[0]}, so the anchor's is left out")
+    texts += [text for anchor in anchors if (text := of_another_digest(anchor, anchors)) is not None]
     for what, values in (
         ("curvature", {anchor.provenance.curvature: anchor.label for anchor in anchors}),
         ("estimator", {anchor.provenance.estimator: anchor.label for anchor in anchors}),
@@ -78,8 +78,8 @@ def remarks(
         if len(values) > 1:
             known = ", ".join(f"{label} has {value}" for value, label in values.items())
             scale = "" if what == "architecture" else ", and so perhaps in scale"
-            found.append(f"the anchors differ in {what}{scale}: {known}")
-    return found
+            texts.append(f"the anchors differ in {what}{scale}: {known}")
+    return texts
 
 
 def check_together(anchors: Sequence[Anchor], growing: Collection[str] = ()) -> None:

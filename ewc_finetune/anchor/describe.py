@@ -6,9 +6,10 @@ Where text of the file needs quotes around it, as in Markdown, the caller hands 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
+
+from ewc_finetune.storage.json_fields import is_number
 
 CURVATURES = {
     "diagonal": "diagonal Fisher",
@@ -22,7 +23,7 @@ def joined(*parts: object, between: str = ", ") -> str:
     return between.join(str(part) for part in parts if part)
 
 
-def labelled(label: str, value: object) -> str:
+def labelled(label: str, value: Any) -> str:
     """Return a value behind its label, or nothing if there is none."""
     return f"{label} {value}" if value else ""
 
@@ -32,7 +33,7 @@ def counted(number: float, what: str) -> str:
     return f"{number:,.0f} {what}" + ("" if number == 1 else "s")
 
 
-def number(value: object) -> str:
+def number(value: Any) -> str:
     """Return a number as text, or nothing if it is none."""
     return f"{value:g}" if is_number(value) else ""
 
@@ -54,10 +55,11 @@ def size(in_bytes: int) -> str:
     return f"{in_bytes / 1e6:,.1f} MB" if in_bytes < 1e9 else f"{in_bytes / 1e9:,.1f} GB"
 
 
-def data(record: object, samples: object = None) -> str:
+def data(record: object, samples: Any = None) -> str:
     """Name the data, with the samples that it has or that were used: `mnist, train split, 10 of 60,000 samples`."""
     known = _mapping(record)
-    used, every = (value if is_number(value) and value > 0 else 0 for value in (samples, known.get("size")))
+    used = samples if is_number(samples) else 0
+    every = known["size"] if is_number(known.get("size")) else 0
     of = f"{used:,.0f} of " if used and every else ""
     count = of + counted(every or used, "sample") if every or used else ""
     return joined(known.get("spec"), known.get("split") and f"{known['split']} split", count)
@@ -156,10 +158,5 @@ def by_reason(excluded: object) -> dict[str, list[str]]:
     return reasons
 
 
-def _mapping(value: object) -> Mapping[str, Any]:
+def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value of JSON is a number that can be shown."""
-    return (isinstance(value, float) and math.isfinite(value)) or (isinstance(value, int) and abs(value) < 2**63)

@@ -67,9 +67,9 @@ def encode(fisher: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
     mantissa, exponent = math.frexp(top)
     _, more = math.frexp(float(torch.tensor(mantissa, dtype=torch.float64).to(half)))
     power = max(exponent + more - _TOP, _LEAST) if top else 0
-    found = (capped * 2.0**-power).to(half)
-    found[(found == 0) & (fisher > 0)] = torch.finfo(half).smallest_normal * torch.finfo(half).eps
-    return found, torch.tensor(2.0**power, dtype=torch.float32)
+    stored = (capped * 2.0**-power).to(half)
+    stored[(stored == 0) & (fisher > 0)] = torch.finfo(half).smallest_normal * torch.finfo(half).eps
+    return stored, torch.tensor(2.0**power, dtype=torch.float32)
 
 
 def decode(stored: Tensor, scale: Tensor) -> Tensor:
@@ -86,15 +86,15 @@ def rounded(fisher: Mapping[str, Tensor], dtype: CurvatureDtype) -> tuple[dict[s
     check_choice("curvature dtype", dtype, CURVATURE_DTYPES)
     if dtype == "float32":
         return dict(fisher), None
-    found = {}
+    read_back = {}
     off, norm, raised = 0.0, 0.0, 0
     for name, value in fisher.items():
         if not value.isfinite().all():
             raise NonFiniteError(f"fisher.{name} holds NaN or infinity, which half precision would hide")
         stored, scale = encode(value, dtype)
-        found[name] = decode(stored, scale)
+        read_back[name] = decode(stored, scale)
         exact = value.double()
-        off += float((found[name].double() - exact).square().sum())
+        off += float((read_back[name].double() - exact).square().sum())
         norm += float(exact.square().sum())
         raised += int(((exact / float(scale)).to(stored.dtype) == 0).logical_and(exact > 0).sum())
-    return found, Storage(dtype, math.sqrt(off / norm) if norm else 0.0, raised)
+    return read_back, Storage(dtype, math.sqrt(off / norm) if norm else 0.0, raised)

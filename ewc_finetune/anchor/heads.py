@@ -36,9 +36,9 @@ def head_of(anchor: Anchor, model: nn.Module) -> nn.Linear:
     name, head = find_head(model)
     weight, bias = (anchor.weights.get(f"{name}.{part}") for part in ("weight", "bias"))
     if weight is None or weight.ndim != 2 or weight.shape[1] != head.in_features:
-        found = "no such layer" if weight is None else f"one of shape {tuple(weight.shape)}"
+        instead = "no such layer" if weight is None else f"one of shape {tuple(weight.shape)}"
         raise AnchorMismatchError(
-            f"the model's head is {name} {tuple(head.weight.shape)}, and {anchor.label} has {found}. Name the anchor "
+            f"the model's head is {name} {tuple(head.weight.shape)}, and {anchor.label} has {instead}. Name the anchor "
             "that the model was fine-tuned under"
         )
     # Made without numbers, it takes none from torch's random state.

@@ -33,7 +33,7 @@ class Elsewhere:
 
     Raises:
         AnchorError: if the record names what cannot be.
-        UsageError: likewise.
+        UsageError: if its repository or a file cannot be named so on the Hub.
     """
 
     def __init__(self, record: Mapping[str, Any], label: str) -> None:
@@ -74,17 +74,17 @@ class Elsewhere:
             promised = (there.files.get(file) or Promise()).sha256
             if promised not in (None, expected):  # before it is fetched, whatever it is
                 raise self._others(place, str(promised), expected)
-            found = there.fetch(file)
+            fetched = there.fetch(file)
         except HubError as error:
             raise type(error)(f"{self._label} refers to weights on the Hub, which cannot be had: {error}") from error
-        if found.sha256 != expected:
-            raise self._others(place, found.sha256, expected)
-        return self._files.setdefault(file, FileSource(found.path, str(place)))
+        if fetched.sha256 != expected:
+            raise self._others(place, fetched.sha256, expected)
+        return self._files.setdefault(file, FileSource(fetched.path, str(place)))
 
-    def _others(self, place: HubAddress, found: str, expected: str) -> AnchorError:
+    def _others(self, place: HubAddress, digest: str, expected: str) -> AnchorError:
         return AnchorError(
-            f"{self._label} was made with other weights than those at {place}: their SHA-256 is {found}, and should be "
-            f"{expected}"
+            f"{self._label} was made with other weights than those at {place}: their SHA-256 is {digest}, and should "
+            f"be {expected}"
         )
 
 
@@ -160,7 +160,7 @@ def refer(weights: Mapping[str, Tensor], place: HubAddress, files: Sequence[str]
     """
     repository = look_up(place)
     fetched = {file: repository.fetch(file) for file in files}
-    sources = {file: FileSource(found.path, str(place.at(repository.commit, file))) for file, found in fetched.items()}
+    sources = {file: FileSource(copy.path, str(place.at(repository.commit, file))) for file, copy in fetched.items()}
     tensors = {}
     for file, source in sources.items():
         for name in weights.keys() & source.entries.keys():
@@ -183,17 +183,17 @@ def refer(weights: Mapping[str, Tensor], place: HubAddress, files: Sequence[str]
     return {
         "repository": place.repository,
         "revision": repository.commit,
-        "files": {file: found.sha256 for file, found in fetched.items() if file in used},
+        "files": {file: copy.sha256 for file, copy in fetched.items() if file in used},
         "tensors": dict(sorted(tensors.items())),
     }
 
 
-def _is_same(weight: Tensor, found: Tensor) -> bool:
+def _is_same(weight: Tensor, there: Tensor) -> bool:
     return (
         weight.dtype in _KINDS
-        and found.dtype in _KINDS
-        and found.shape == weight.shape
-        and _content(found.to(weight.dtype)) == _content(weight)
+        and there.dtype in _KINDS
+        and there.shape == weight.shape
+        and _content(there.to(weight.dtype)) == _content(weight)
     )
 
 

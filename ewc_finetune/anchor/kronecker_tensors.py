@@ -75,12 +75,12 @@ def names_of(blocks: Mapping[str, Block]) -> dict[str, tuple[str, ...]]:
 
 def keys_of(tensors: Mapping[str, Tensor], layers: Collection[str]) -> set[str]:
     """Return which of the tensors the factors of these layers are made of."""
-    found: set[str] = set()
+    keys: set[str] = set()
     for layer in layers:
         for side in SIDES:
             key = f"{layer}.{side}"
-            found |= {key} if key in tensors else {f"{key}.vectors", f"{key}.values"}
-    return found
+            keys |= {key} if key in tensors else {f"{key}.vectors", f"{key}.values"}
+    return keys
 
 
 def sizes_of(blocks: Mapping[str, Block], layer: str) -> dict[str, int | None]:
@@ -173,18 +173,18 @@ def matrix_of(blocks: Mapping[str, Block], layer: str, shape: torch.Size) -> dic
 
 def to_tensors(blocks: Mapping[str, Block]) -> dict[str, Tensor]:
     """Return the tensors of blocks, by their names behind `kfac.`."""
-    found = {}
+    tensors = {}
     for layer, block in blocks.items():
         for side in SIDES:
             factor: Factor = getattr(block, side)
             if isinstance(factor, Truncated):
                 rest = factor.eigenvalues.new_tensor([factor.rest])
-                found[f"{layer}.{side}.vectors"] = factor.vectors
-                found[f"{layer}.{side}.values"] = torch.cat([factor.eigenvalues, rest])
+                tensors[f"{layer}.{side}.vectors"] = factor.vectors
+                tensors[f"{layer}.{side}.values"] = torch.cat([factor.eigenvalues, rest])
             else:
                 rows, columns = torch.tril_indices(factor.size, factor.size)
-                found[f"{layer}.{side}"] = factor.matrix()[rows, columns]
-    return found
+                tensors[f"{layer}.{side}"] = factor.matrix()[rows, columns]
+    return tensors
 
 
 def records_of(blocks: Mapping[str, Block]) -> dict[str, dict[str, Any]]:

@@ -206,8 +206,8 @@ def check_shapes(record: Mapping[str, Any], shapes: Mapping[str, torch.Size], wh
     expected |= {"outputs", "counted"} if per_token else {"outputs"}
     if set(shapes) != expected:
         wrong = min(set(shapes) ^ expected)
-        found = "is there, and should not be" if wrong in shapes else "is missing"
-        raise AnchorError(f"{where}.{wrong} {found}. Make the anchor again")
+        fault = "is there, and should not be" if wrong in shapes else "is missing"
+        raise AnchorError(f"{where}.{wrong} {fault}. Make the anchor again")
     if samples < 1:
         raise AnchorError(f"{where} is of {samples} samples; expected at least 1")
     for name, shape in shapes.items():

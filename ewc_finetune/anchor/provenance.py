@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from ewc_finetune.anchor.describe import is_number
 from ewc_finetune.choices import CURVATURE_DTYPES, CURVATURES, KNOWN_ESTIMATORS, LIKELIHOODS
 from ewc_finetune.data.transform import is_transform
 from ewc_finetune.errors import AnchorError
+from ewc_finetune.storage.json_fields import (
+    Check,
+    has,
+    is_count,
+    is_flag,
+    is_number,
+    is_object,
+    is_text,
+    list_of,
+    nullable,
+    object_of,
+    optional,
+)
 
 
 @dataclass(frozen=True)
@@ -57,8 +68,8 @@ class Provenance:
             choice.
         curvature_storage: Of a diagonal in half precision its `dtype`, and what that costs (`half_precision.Storage`);
             None in float32.
-        weights_reference: Of weights that are not in the file but in a repository on the Hub: see `reference`. None if
-            all are in the file.
+        weights_reference: Of weights that are not in the file but in a repository on the Hub: see `hub_weights`. None
+            if all are in the file.
     """
 
     name: str
@@ -138,194 +149,97 @@ def _is_deep(value: Any, left: int = _DEEPEST) -> bool:
     return left == 0 or any(_is_deep(item, left - 1) for item in inner)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_text_or_none(value: Any) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-
-
-def _is_importance(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(layer, dict)
-        and isinstance(layer.get("layer"), str)
-        and all(is_number(layer.get(key)) for key in ("parameters", "share", "mean", "max"))
-        for layer in value
-    )
-
-
-def _is_kfac(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(record, dict)
-        and isinstance(record.get("layer"), str)
-        and isinstance(record.get("weight"), str)
-        and _is_text_or_none(record.get("bias", 0))
-        and isinstance(record.get("transposed"), bool)
-        for record in value
-    )
-
-
-def _is_merged(value: Any) -> bool:
-    parents = value.get("parents") if isinstance(value, dict) else None
-    return (
-        isinstance(parents, list)
-        and all(
-            isinstance(parent, dict)
-            and _is_text_or_none(parent.get("sha256", 0))
-            and is_number(parent.get("lambda"))
-            and isinstance(parent.get("provenance"), dict)
-            and _is_lineage(parent["provenance"].get("lineage", []))
-            for parent in parents
-        )
-        and _is_texts(value.get("through", []))
-        and _is_numbers_or_none(value.get("kfac_distance"))
-    )
-
-
-def _is_numbers_or_none(value: Any) -> bool:
-    return value is None or (isinstance(value, dict) and all(map(is_number, value.values())))
-
-
-def is_head(value: Any) -> bool:
-    """Whether a value is what is known of a new last layer, or None."""
-    return value is None or (
-        isinstance(value, dict) and isinstance(value.get("id"), str) and _is_texts(value.get("parameters"))
-    )
-
-
-def _is_dict_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(check(item) for item in value.values())
+_is_shape = list_of(is_count)
+_is_numbers = nullable(object_of(is_number))
+_is_lineage = list_of(has(sha256=optional(nullable(is_text))))
+# What is known of a new last layer, or None.
+is_head = nullable(has(id=is_text, parameters=list_of(is_text)))
+_is_parent = has(sha256=nullable(is_text), provenance=has(lineage=optional(_is_lineage)), **{"lambda": is_number})
 
 
 def _is_input(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("shape", []), list)
-        and all(map(_is_count, value.get("shape", [])))
-        and is_transform(value)
-        and isinstance(value.get("raw", True), bool)
-    )
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_count, value))
+    return has(shape=optional(_is_shape), raw=optional(is_flag))(value) and is_transform(value)
 
 
 def _is_layout(value: Any) -> bool:
-    names = value.get("names") if isinstance(value, dict) else None
-    return (
-        isinstance(value, dict)
-        and _is_shape(value.get("shape"))
-        and isinstance(value.get("flat"), bool)
-        and isinstance(value.get("bytes_to_unit"), bool)
-        and is_transform(value)
-        and isinstance(value.get("raw", True), bool)
-        and (names is None or (isinstance(names, dict) and all(map(_is_shape, names.values()))))
-    )
+    names = optional(nullable(object_of(_is_shape)))
+    form = has(shape=_is_shape, flat=is_flag, bytes_to_unit=is_flag, raw=optional(is_flag), names=names)
+    return form(value) and is_transform(value)
 
 
 def _is_active(value: Any) -> bool:
     return value is None or (_is_shape(value) and bool(value) and value == sorted(set(value)))
 
 
-def _is_probes(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(probe, dict)
-        and _is_text(probe.get("data"))
-        and _is_text_or_none(probe.get("split", 0))
-        and _is_count(probe.get("samples"))
-        and probe.get("likelihood") in LIKELIHOODS
-        and _is_layout(probe.get("layout"))
-        and _is_active(probe.get("active", 0))
-        and is_number(probe.get("seed"))
-        for probe in value
-    )
-
-
-def _is_error(value: Any) -> bool:
-    def known(number: Any) -> bool:
-        return number is None or is_number(number)
-
-    layers = value.get("layers", {}) if isinstance(value, dict) else None
-    return value is None or (
-        isinstance(layers, dict) and known(value.get("trace")) and all(map(known, layers.values()))
-    )
-
-
-def _is_lineage(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(i, dict) and _is_text_or_none(i.get("sha256")) for i in value)
-
-
-def _is_storage(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, dict)
-        and value.get("dtype") in CURVATURE_DTYPES[1:]
-        and is_number(value.get("error"))
-        and _is_count(value.get("raised"))
-    )
+def _is_digest(value: Any) -> bool:
+    return is_text(value) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
 def _is_reference(value: Any) -> bool:
-    files, tensors = (value.get("files"), value.get("tensors")) if isinstance(value, dict) else (None, None)
-    return value is None or (
-        _is_text(value.get("repository"))
-        and _is_text(value.get("revision"))
-        and isinstance(files, dict)
-        and all(isinstance(digest, str) and re.fullmatch(r"[0-9a-f]{64}", digest) for digest in files.values())
-        and isinstance(tensors, dict)
-        and all(
-            isinstance(known, dict)
-            and _is_text(known.get("file"))
-            and known["file"] in files
-            and _is_text(known.get("name"))
-            and _is_text(known.get("dtype"))
-            and _is_shape(known.get("shape"))
-            for known in tensors.values()
-        )
-    )
+    weight = has(file=is_text, name=is_text, dtype=is_text, shape=_is_shape)
+    form = has(repository=is_text, revision=is_text, files=object_of(_is_digest), tensors=object_of(weight))
+    return form(value) and all(weight["file"] in value["files"] for weight in value["tensors"].values())
 
 
 # What each field of the document must be, in code and in words.
-_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "created": (_is_text_or_none, "a time"),
-    "versions": (_is_dict_of(_is_text), "an object of texts"),
-    "checkpoint": (_is_dict_of(_is_text_or_none), "an object of texts"),
-    "data": (lambda v: isinstance(v, dict), "an object"),
-    "likelihood": (_is_text, "a name"),
+_EXPECTED: dict[str, tuple[Check, str]] = {
+    "created": (nullable(is_text), "a time"),
+    "versions": (object_of(is_text), "an object of texts"),
+    "checkpoint": (object_of(nullable(is_text)), "an object of texts"),
+    "data": (is_object, "an object"),
+    "likelihood": (is_text, "a name"),
     "estimator": (lambda v: v in KNOWN_ESTIMATORS, f"one of {', '.join(KNOWN_ESTIMATORS)}"),
-    "draws": (lambda v: v is None or _is_count(v), "a number of draws"),
-    "samples": (_is_count, "a number of samples"),
-    "standard_error": (_is_error, "an object with a trace and layers"),
-    "batch_size": (lambda v: v is None or _is_count(v), "a number of samples"),
+    "draws": (nullable(is_count), "a number of draws"),
+    "samples": (is_count, "a number of samples"),
+    "standard_error": (
+        nullable(has(trace=optional(nullable(is_number)), layers=optional(object_of(nullable(is_number))))),
+        "an object with a trace and layers",
+    ),
+    "batch_size": (nullable(is_count), "a number of samples"),
     "seed": (is_number, "a number"),
     "curvature": (lambda v: v in CURVATURES, f"one of {', '.join(CURVATURES)}, which this version reads"),
-    "kfac": (_is_kfac, "a list of layers, each with weight, bias and transposed"),
-    "constant": (_is_dict_of(is_number), "an object of numbers"),
+    "kfac": (
+        list_of(has(layer=is_text, weight=is_text, bias=nullable(is_text), transposed=is_flag)),
+        "a list of layers, each with weight, bias and transposed",
+    ),
+    "constant": (object_of(is_number), "an object of numbers"),
     "head": (is_head, "an object with parameters and an id"),
-    "merged": (lambda v: v is None or _is_merged(v), "an object with parents, each with sha256, lambda, provenance"),
-    "importance": (_is_importance, "a list of layers, each with parameters, share, mean and max"),
+    "merged": (
+        nullable(
+            has(parents=list_of(_is_parent), through=optional(list_of(is_text)), kfac_distance=optional(_is_numbers))
+        ),
+        "an object with parents, each with sha256, lambda, provenance",
+    ),
+    "importance": (
+        list_of(has(layer=is_text, parameters=is_number, share=is_number, mean=is_number, max=is_number)),
+        "a list of layers, each with parameters, share, mean and max",
+    ),
     "reduction": (lambda v: v == "mean", "'mean', the only one of format version 1"),
     "half": (lambda v: v is True, "true: the penalty is lambda/2 times the quadratic"),
-    "excluded": (_is_dict_of(_is_text), "an object of reasons"),
-    "normalisation": (lambda v: isinstance(v, dict) and _is_texts(v.get("layers", [])), "an object with layers"),
+    "excluded": (object_of(is_text), "an object of reasons"),
+    "normalisation": (has(layers=optional(list_of(is_text))), "an object with layers"),
     "lineage": (_is_lineage, "a list of objects"),
-    "scores": (_is_dict_of(is_number), "an object of numbers"),
+    "scores": (object_of(is_number), "an object of numbers"),
     "input": (_is_input, "an object with a shape, and perhaps what is done to images (size, crop, mean, std)"),
-    "classes": (lambda v: v is None or _is_texts(v), "a list of names"),
+    "classes": (nullable(list_of(is_text)), "a list of names"),
     "probes": (
-        _is_probes,
+        list_of(
+            has(
+                data=is_text,
+                split=nullable(is_text),
+                samples=is_count,
+                likelihood=lambda v: v in LIKELIHOODS,
+                layout=_is_layout,
+                active=_is_active,
+                seed=is_number,
+            )
+        ),
         f"a list of objects, each with data, split, samples, a likelihood ({', '.join(LIKELIHOODS)}), layout, active "
         "and seed",
     ),
-    "curvature_storage": (_is_storage, f"an object with a dtype ({', '.join(CURVATURE_DTYPES)}), error and raised"),
-    "weights_reference": (_is_reference, "an object with repository, revision, files and tensors"),
+    "curvature_storage": (
+        nullable(has(dtype=lambda v: v in CURVATURE_DTYPES[1:], error=is_number, raised=is_count)),
+        f"an object with a dtype ({', '.join(CURVATURE_DTYPES)}), error and raised",
+    ),
+    "weights_reference": (nullable(_is_reference), "an object with repository, revision, files and tensors"),
 }

@@ -6,7 +6,7 @@ import json
 import reprlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +20,7 @@ from ewc_finetune.data.transform import is_transform
 from ewc_finetune.errors import CheckpointError, UsageError
 from ewc_finetune.modules.task import ModelTask
 from ewc_finetune.storage.atomic import atomic_write
+from ewc_finetune.storage.json_fields import Check, has, is_list, is_object, is_text, list_of, nullable, optional
 
 FROZEN = "frozen (requires_grad is false)"
 
@@ -81,14 +82,14 @@ class ModelMetadata:
             return cls.read(text, where)
 
 
-_FIELDS: dict[str, Callable[[Any], bool]] = {
-    "architecture": lambda v: v is None or isinstance(v, str),
-    "input": lambda v: isinstance(v, dict) and isinstance(v.get("shape", []), list) and is_transform(v),
-    "classes": lambda v: v is None or isinstance(v, list),
-    "lineage": lambda v: isinstance(v, list) and all(isinstance(entry, dict) for entry in v),
-    "frozen": lambda v: isinstance(v, list),
+_FIELDS: dict[str, Check] = {
+    "architecture": nullable(is_text),
+    "input": lambda value: has(shape=optional(is_list))(value) and is_transform(value),
+    "classes": nullable(is_list),
+    "lineage": list_of(is_object),
+    "frozen": is_list,
     "head": is_head,
-    "likelihood": lambda v: v is None or isinstance(v, str),
+    "likelihood": nullable(is_text),
 }
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ewc_finetune.anchor.anchor import FORMAT, Anchor
+from ewc_finetune.anchor.anchor import Anchor
+from ewc_finetune.anchor.schema import FORMAT
 from ewc_finetune.checkpoint.architecture import build, complete
 from ewc_finetune.checkpoint.checkpoint import Checkpoint, ModelMetadata
 from ewc_finetune.checkpoint.file_format import detect
@@ -27,17 +28,11 @@ from ewc_finetune.checkpoint.formats.sharded import Sharded
 from ewc_finetune.checkpoint.formats.state_dict import StateDict, find_state
 from ewc_finetune.checkpoint.formats.stored_tensors import check_archive
 from ewc_finetune.checkpoint.formats.torchscript import TorchScript
-from ewc_finetune.checkpoint.formats.transformers_folder import (
-    HUB,
-    HuggingFace,
-    address_of,
-    download,
-    task_of,
-    weights_file,
-)
+from ewc_finetune.checkpoint.formats.transformers_folder import HuggingFace, weights_file
+from ewc_finetune.checkpoint.formats.transformers_task import task_of
 from ewc_finetune.checkpoint.formats.unpickling import NoPickleError, check_pickle
 from ewc_finetune.checkpoint.formats.weights import Weights
-from ewc_finetune.checkpoint.location import is_on_hub
+from ewc_finetune.checkpoint.location import HUB, address_of, download, is_on_hub
 from ewc_finetune.checkpoint.torchvision_weights import transform_of_weights
 from ewc_finetune.data.transform import Assumption, Transform
 from ewc_finetune.errors import CheckpointError

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from ewc_finetune.anchor.hub_weights import refer
-from ewc_finetune.checkpoint.formats.transformers_folder import HUB, HuggingFace, address_of
+from ewc_finetune.checkpoint.formats.transformers_folder import HuggingFace
+from ewc_finetune.checkpoint.location import HUB, address_of
 from ewc_finetune.checkpoint.open import LoadedModel
 from ewc_finetune.errors import UsageError
 from ewc_finetune.hub.address import HubAddress, is_address, parse_address

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ewc_finetune.anchor.anchor import Anchor, open_source
+from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.anchor.kronecker_tensors import BlockFile, stored_block
 from ewc_finetune.anchor.probe_tensors import ProbeFile, bytes_of, records_of
+from ewc_finetune.anchor.schema import open_source
 from ewc_finetune.anchor.summary import Inspection, count_parameters
 from ewc_finetune.curvature.importance import LayerImportance, importance_by_layer
 from ewc_finetune.errors import AnchorError

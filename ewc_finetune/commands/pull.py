@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ewc_finetune.anchor.anchor import Anchor
-from ewc_finetune.checkpoint.formats.transformers_folder import HUB
-from ewc_finetune.checkpoint.location import place_of
+from ewc_finetune.checkpoint.location import HUB, place_of
 from ewc_finetune.errors import AnchorError
 from ewc_finetune.hub.address import HubAddress, parse_address
 from ewc_finetune.hub.anchor_files import fetch_anchor

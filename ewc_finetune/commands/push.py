@@ -11,11 +11,12 @@ from tempfile import gettempdir
 from typing import Any
 
 from ewc_finetune.anchor import describe
-from ewc_finetune.anchor.anchor import Anchor, groups_of, open_source, validate
+from ewc_finetune.anchor.anchor import Anchor, validate
 from ewc_finetune.anchor.probe_tensors import bytes_of, records_of
 from ewc_finetune.anchor.provenance import Provenance
+from ewc_finetune.anchor.schema import groups_of, open_source
 from ewc_finetune.anchor.summary import Inspection
-from ewc_finetune.checkpoint.formats.transformers_folder import HUB, address_of
+from ewc_finetune.checkpoint.location import HUB, address_of
 from ewc_finetune.commands.inspect import inspect
 from ewc_finetune.commands.push_options import PushOptions
 from ewc_finetune.errors import HubError, UsageError, few

@@ -151,7 +151,7 @@ def look_up_now(address: HubAddress) -> Repository:
     """Do what `look_up` does, by asking the Hub alone.
 
     Raises:
-        HubError: likewise.
+        HubError: as `look_up` raises it.
     """
     with hub_errors(address):
         found = patiently(

@@ -30,6 +30,11 @@ def float32_weights(model: nn.Module) -> Iterator[dict[str, torch.dtype]]:
             tensor.data = tensor.data.to(dtype)
 
 
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype that sums are taken in: float64, which mps alone does not have."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def wide(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor in float32 if it is narrower."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

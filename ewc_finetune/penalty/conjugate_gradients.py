@@ -16,14 +16,14 @@ def solve(times: Map, right: Tensor, inverse: Map, tolerance: float, iterations:
     Args:
         times: A linear map that is symmetric and has no negative eigenvalues.
         right: What it is to give; where the map is zero, so is this.
-        inverse: Something near its inverse, likewise without negative eigenvalues; X has only what this gives.
+        inverse: Something near its inverse, without negative eigenvalues either; X has only what this gives.
         tolerance: Stop when what is left of `right` is so much of it, by the norm of `inverse`.
         iterations: Stop after so many at the latest.
 
     Returns:
         X, shaped as `right`.
     """
-    found, residual = torch.zeros_like(right), right
+    solution, residual = torch.zeros_like(right), right
     direction = inverse(residual)
     slope = (residual * direction).sum()
     least = slope * tolerance**2
@@ -34,9 +34,9 @@ def solve(times: Map, right: Tensor, inverse: Map, tolerance: float, iterations:
         curvature = (direction * image).sum()
         if curvature <= 0:  # rounding: there is nothing left to gain
             break
-        found = found + direction * (slope / curvature)
+        solution = solution + direction * (slope / curvature)
         residual = residual - image * (slope / curvature)
         towards = inverse(residual)
         before, slope = slope, (residual * towards).sum()
         direction = towards + direction * (slope / before)
-    return found
+    return solution

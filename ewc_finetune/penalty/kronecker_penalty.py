@@ -10,13 +10,15 @@ from torch import Tensor, nn
 
 from ewc_finetune.curvature.kronecker_block import Block
 from ewc_finetune.errors import UsageError
+from ewc_finetune.modules.precision import sum_dtype
 from ewc_finetune.penalty.conjugate_gradients import solve
 from ewc_finetune.penalty.kronecker_sum import stand_in, times_sum
 
-# Of the implicit step of several blocks: what is left of it, and after how many steps of its own at the latest. However
-# few they are, they bring the penalty down.
-_TOLERANCE, _ITERATIONS = 1e-4, 50
-# By how much the step may go further where nothing is held than where most is, so that rounding there stays small.
+# The implicit step of several blocks is solved until the residual is this share of what it was, ...
+_TOLERANCE = 1e-4
+# ... or for so many iterations; each of them brings the penalty down.
+_ITERATIONS = 50
+# The smallest share of the largest eigenvalue that a direction counts as held with, so that rounding stays small.
 _LEAST = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
@@ -27,7 +29,7 @@ class HeldLayer:
         parts: Blocks, lambda in them, each with its centre, weight and bias as one matrix (`Block.join`). Those of
             fewer outputs than the model has know the first ones.
         weight: The model's own.
-        bias: Likewise, if the blocks have it.
+        bias: The model's own, if the blocks have it.
 
     Attributes:
         parameters: Weight and bias.
@@ -72,8 +74,8 @@ class HeldLayer:
         """Return the penalty."""
         total = 0.0
         for block, difference in zip(self.blocks, self._differences(), strict=True):
-            wide = difference.dtype if difference.device.type == "mps" else torch.float64
-            total += 0.5 * (difference.to(wide) * block.times(difference).to(wide)).sum().item()
+            dtype = sum_dtype(difference.device)
+            total += 0.5 * (difference.to(dtype) * block.times(difference).to(dtype)).sum().item()
         return total
 
     @torch.no_grad()
@@ -119,7 +121,7 @@ class HeldLayer:
             near = stand_in([block.to(centre.cpu()) for block in self.blocks])
             # In numbers near 1, whatever lambda is.
             self._scale = near.largest() or 1.0
-            like = centre.new_empty(0, dtype=centre.dtype if centre.device.type == "mps" else torch.float64)
+            like = centre.new_empty(0, dtype=sum_dtype(centre.device))
             # Rounding to float32 has left negative eigenvalues, along which the step would have no end.
             clean = [near, *(replace(b, input=b.input.clean(), output=b.output.clean()) for b in self.blocks)]
             scaled = [replace(b, output=b.output.scaled(1 / self._scale)).to(like) for b in clean]

@@ -78,10 +78,10 @@ def stand_in(blocks: Sequence[Block]) -> Block:
 
 def _known(factor: Factor) -> Factor:
     """Return a factor by its eigenvectors, without the eigenvalues that are rounding."""
-    found = factor.eigen()
-    least = found.largest() * _LEAST
-    values = torch.where(found.eigenvalues > least, found.eigenvalues, 0.0)
-    return replace(found, eigenvalues=values, rest=found.rest if found.rest > least else 0.0)
+    eigen = factor.eigen()
+    least = eigen.largest() * _LEAST
+    values = torch.where(eigen.eigenvalues > least, eigen.eigenvalues, 0.0)
+    return replace(eigen, eigenvalues=values, rest=eigen.rest if eigen.rest > least else 0.0)
 
 
 def times_sum(blocks: Sequence[Block], matrix: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def _partial_traces(inputs: Sequence[Factor], outputs: Sequence[Factor]) -> tupl
 
 
 def _nearest(of_inputs: Tensor, of_outputs: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return likewise, from where G is: in turn the best A for that G, and the best G for that A."""
+    """Return by how much each A, and each G, counts: in turn the best A for that G, and the best G for that A."""
     a = torch.zeros_like(g)
     for _ in range(_TURNS):
         before = torch.outer(a, g)
@@ -137,10 +137,10 @@ def _best(products: Tensor, weights: Tensor) -> Tensor:
 
 def _products(factors: Sequence[Factor]) -> Tensor:
     """Return the inner products of the factors with each other."""
-    found = torch.zeros(len(factors), len(factors), dtype=torch.float64)
+    products = torch.zeros(len(factors), len(factors), dtype=torch.float64)
     for i, j in combinations_with_replacement(range(len(factors)), 2):
-        found[i, j] = found[j, i] = _product(factors[i], factors[j])
-    return found
+        products[i, j] = products[j, i] = _product(factors[i], factors[j])
+    return products
 
 
 def _product(one: Factor, other: Factor) -> float:
@@ -174,7 +174,7 @@ def centre_of(parts: Sequence[tuple[Block, Tensor]]) -> tuple[Tensor, float]:
     pull = torch.zeros_like(base)
     for block, own in held:
         pull[: len(own)] += block.times(own)
-    found = torch.zeros_like(base)
+    offset = torch.zeros_like(base)
     blocks = [block for block, _ in held]
     if pull.any():
         near = stand_in(blocks)
@@ -183,9 +183,9 @@ def centre_of(parts: Sequence[tuple[Block, Tensor]]) -> tuple[Tensor, float]:
         def inverse(matrix: Tensor) -> Tensor:
             return near.spectral(matrix, lambda value: torch.where(value > 0, 1 / value, 0.0))
 
-        found = solve(lambda matrix: times_sum(blocks, matrix), pull, inverse, _TOLERANCE, _ITERATIONS)
+        offset = solve(lambda matrix: times_sum(blocks, matrix), pull, inverse, _TOLERANCE, _ITERATIONS)
     constant = 0.0
     for block, own in held:
-        away = found[: len(own)] - own
+        away = offset[: len(own)] - own
         constant += 0.5 * (away * block.times(away)).sum().item()
-    return base + found, max(0.0, constant)
+    return base + offset, max(0.0, constant)

@@ -37,7 +37,7 @@ def sum_blocks(
     layers: dict[str, list[tuple[Block, Tensor]]] = {}
     for block, centre in quadratic.blocks:
         layers.setdefault(block.weight, []).append((block, centre))
-    found = replace(quadratic, centre=dict(quadratic.centre), constant=dict(quadratic.constant), blocks=[])
+    merged = replace(quadratic, centre=dict(quadratic.centre), constant=dict(quadratic.constant), blocks=[])
     for weight, parts in layers.items():
         summed = [block for block, _ in parts]
         block = sum_of_blocks(summed)
@@ -51,36 +51,36 @@ def sum_blocks(
         centre, constant = centre_of(parts)
         shape = _newest(anchors, weight).shape
         for name, part in zip(block.names, block.split(centre.to(parts[-1][1].dtype), shape), strict=False):
-            if part is not None and name not in found.centre:
-                found.centre[name] = part
+            if part is not None and name not in merged.centre:
+                merged.centre[name] = part
         if constant:
-            found.constant[weight] = found.constant.get(weight, 0.0) + constant
-        found.blocks.append((block, centre))
-    return found, distances
+            merged.constant[weight] = merged.constant.get(weight, 0.0) + constant
+        merged.blocks.append((block, centre))
+    return merged, distances
 
 
 def online_quadratic(anchors: Sequence[Anchor], lambdas: Sequence[float], growing: Collection[str]) -> Quadratic:
     """Sum the curvatures at the newest weights; `lambdas` say what is left of each. Accumulated in float64."""
     check_together(anchors, growing)
-    found = Quadratic({}, {}, {})
+    running = Quadratic({}, {}, {})
     for name in dict.fromkeys(name for anchor in anchors for name in anchor.fisher):
         holding = [anchor for anchor in anchors if name in anchor.fisher]
-        found.centre[name] = newest_whole(anchors, holding, name).weights[name]
-        total = torch.zeros_like(found.centre[name], dtype=torch.float64)
+        running.centre[name] = newest_whole(anchors, holding, name).weights[name]
+        total = torch.zeros_like(running.centre[name], dtype=torch.float64)
         for anchor, lam in zip(anchors, lambdas, strict=True):
             if name in anchor.fisher:
                 fisher = anchor.fisher[name].double()
                 total[slice(len(fisher)) if name in growing else ...] += fisher * lam
-        found.curvature[name] = total.float()
+        running.curvature[name] = total.float()
     for anchor, lam in zip(anchors, lambdas, strict=True):
         for block in anchor.blocks.values():
             for name in block.names:
-                if name not in found.centre:
-                    found.centre[name] = _newest(anchors, name)
-            bias = None if block.bias is None else found.centre[block.bias]
-            centre = wide(block.join(found.centre[block.weight], bias))[: block.output.size]
-            found.blocks.append((scaled(block, lam), centre))
-    return found
+                if name not in running.centre:
+                    running.centre[name] = _newest(anchors, name)
+            bias = None if block.bias is None else running.centre[block.bias]
+            centre = wide(block.join(running.centre[block.weight], bias))[: block.output.size]
+            running.blocks.append((scaled(block, lam), centre))
+    return running
 
 
 def _newest(anchors: Sequence[Anchor], name: str) -> Tensor:
@@ -119,12 +119,12 @@ def newest_alike(parents: Sequence[Anchor], weights: Mapping[str, Tensor]) -> An
 
 def merged_weights(anchors: Sequence[Anchor], quadratic: Quadratic) -> dict[str, Tensor]:
     """Return the centre, and for parameters without curvature the newest weights there are."""
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for anchor in reversed(anchors):
         for name in anchor.weights:
-            if name not in found:
-                found[name] = quadratic.centre[name] if name in quadratic.centre else anchor.weights[name]
-    return of_one_width(found, quadratic)
+            if name not in weights:
+                weights[name] = quadratic.centre[name] if name in quadratic.centre else anchor.weights[name]
+    return of_one_width(weights, quadratic)
 
 
 def of_one_width(tensors: Mapping[str, Tensor], quadratic: Quadratic) -> dict[str, Tensor]:
@@ -197,7 +197,7 @@ def _known_of(anchor: Anchor) -> dict[str, Any]:
 
 def joined_probes(anchors: Sequence[Anchor], progress: Progress) -> tuple[Probe, ...]:
     """Return the probes of the anchors that have the newest one's head: of the others' heads nothing is left."""
-    found: list[Probe] = []
+    probes: list[Probe] = []
     for anchor in anchors:
         own = zip(records_of(anchor.probes), bytes_of(anchor.probes), strict=True)
         if foreign_head(anchor, anchors[-1].provenance.head):
@@ -209,13 +209,13 @@ def joined_probes(anchors: Sequence[Anchor], progress: Progress) -> tuple[Probe,
             continue
         for record, size in own:
             progress.note(f"the merged anchor holds {describe.probe(record, size)}: whoever has the anchor has them")
-        found += anchor.probes
-    return tuple(found)
+        probes += anchor.probes
+    return tuple(probes)
 
 
 def _importance(quadratic: Quadratic, newest: Provenance) -> list[dict[str, Any]]:
     """Return the importance of each layer, in the order that the newest parent has them in."""
     order = {layer["layer"]: number for number, layer in enumerate(newest.importance)}
     blocks = [block for block, _ in quadratic.blocks]
-    found = [asdict(layer) for layer in importance_by_layer(quadratic.curvature, blocks)]
-    return sorted(found, key=lambda layer: order.get(layer["layer"], len(order)))
+    layers = [asdict(layer) for layer in importance_by_layer(quadratic.curvature, blocks)]
+    return sorted(layers, key=lambda layer: order.get(layer["layer"], len(order)))

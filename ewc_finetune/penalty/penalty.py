@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,13 +20,9 @@ from ewc_finetune.choices import PENALTY_FORMS, Lineage, PenaltyForm, check_choi
 from ewc_finetune.curvature.kronecker_block import Block
 from ewc_finetune.errors import AnchorMismatchError, UsageError
 from ewc_finetune.modules.wrappers import fitting, without
+from ewc_finetune.penalty.diagonal_penalty import HeldParameter, add_gradients, move
 from ewc_finetune.penalty.kronecker_penalty import HeldLayer
 from ewc_finetune.penalty.quadratic import spread_lambdas, sum_quadratics
-
-# Tensors are worked on in pieces of so many numbers: on the CPU what is made on the way stays near the cache, on an
-# accelerator they are as many as one fused call should take.
-_CPU_PIECE = 1 << 20
-_ACCELERATOR_PIECE = 1 << 26
 
 
 class Penalty:
@@ -92,7 +88,7 @@ class Penalty:
         self._handles: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDictionary()
         self._constant = math.fsum(quadratic.constant.values())
         self._held = {
-            name: _Held(p, quadratic.curvature[name], quadratic.centre[name])
+            name: HeldParameter(p, quadratic.curvature[name], quadratic.centre[name])
             for name, p in parameters.items()
             if name in quadratic.curvature
         }
@@ -145,45 +141,48 @@ class Penalty:
             self._rates(optimizer)
         if not any(self._of(optimizer)) and (self._held or self._layers):
             raise UsageError("the optimizer has none of the parameters that the penalty holds")
-
-        def add() -> None:
-            # A fused optimizer unscales by itself, after this.
-            scale = getattr(optimizer, "grad_scale", None)
-            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            _add(*self._of(optimizer), 1.0 if scale is None else scale, own)
-
-        def before(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-            closures = [value for value in (*args[1:], *kwargs.values()) if callable(value)]
-            if not closures:
-                add()
-                return None
-            # The gradients are not there before the closure has been called.
-            (closure,) = closures
-
-            def with_penalty() -> Any:
-                loss = closure()
-                add()
-                return loss
-
-            def replaced(value: Any) -> Any:
-                return with_penalty if value is closure else value
-
-            return (args[0], *map(replaced, args[1:])), {key: replaced(value) for key, value in kwargs.items()}
-
-        def after(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            overflowed = getattr(optimizer, "found_inf", None)
-            if overflowed is None or not overflowed:
-                singly, layers = self._rates(optimizer)
-                _move(singly)
-                for layer, lr in layers:
-                    layer.move(lr)
-
         if self.form == "gradient":
-            handle = optimizer.register_step_pre_hook(before)
+            handle = optimizer.register_step_pre_hook(self._before_step)
         else:
-            handle = optimizer.register_step_post_hook(after)
+            handle = optimizer.register_step_post_hook(self._after_step)
         self._handles[optimizer] = handle
         return handle
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Add the gradient, or where the step is given a closure have that add it: gradients are there after it."""
+        closures = [value for value in (*args[1:], *kwargs.values()) if callable(value)]
+        if not closures:
+            self._add_for(optimizer)
+            return None
+        (closure,) = closures
+
+        def with_penalty() -> Any:
+            loss = closure()
+            self._add_for(optimizer)
+            return loss
+
+        def replaced(value: Any) -> Any:
+            return with_penalty if value is closure else value
+
+        return (args[0], *map(replaced, args[1:])), {key: replaced(value) for key, value in kwargs.items()}
+
+    def _add_for(self, optimizer: torch.optim.Optimizer) -> None:
+        # A fused optimizer unscales by itself, after this.
+        scale = getattr(optimizer, "grad_scale", None)
+        scale = 1.0 if scale is None else scale
+        singly, layers = self._of(optimizer)
+        add_gradients(singly, scale)
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for layer in layers:
+            layer.add(scale, own)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        overflowed = getattr(optimizer, "found_inf", None)
+        if overflowed is None or not overflowed:
+            singly, layers = self._rates(optimizer)
+            move(singly)
+            for layer, lr in layers:
+                layer.move(lr)
 
     def add_gradient(self, loss_scale: float | Tensor = 1.0) -> None:
         """Add the penalty's gradient, `lambda F (theta - theta*)`, to every parameter's `.grad`.
@@ -193,7 +192,9 @@ class Penalty:
         Args:
             loss_scale: What the gradients that are there are multiplied by, where they are not unscaled yet.
         """
-        _add(list(self._held.values()), self._layers, loss_scale)
+        add_gradients(self._held.values(), loss_scale)
+        for layer in self._layers:
+            layer.add(loss_scale)
 
     def proximal_step(self, lr: float) -> None:
         """Move every parameter by the implicit step of the penalty: `theta* + (theta - theta*) / (1 + lr lambda F)`.
@@ -201,7 +202,7 @@ class Penalty:
         That is the minimum of the penalty plus `|theta - theta'|^2 / (2 lr)`, with theta' the parameter as the
         optimizer's step left it; call it once after each.
         """
-        _move([(held, lr) for held in self._held.values()])
+        move([(held, lr) for held in self._held.values()])
         for layer in self._layers:
             layer.move(lr)
 
@@ -212,10 +213,7 @@ class Penalty:
 
     def parts(self) -> dict[str, tuple[float, float]]:
         """Return the penalty and the trace of `lambda F` by parameter, those of a K-FAC block under its weight."""
-        singly = {
-            name: (held.value(), held.curvature.sum(dtype=_wide(held.curvature)).item())
-            for name, held in self._held.items()
-        }
+        singly = {name: (held.value(), held.trace()) for name, held in self._held.items()}
         blocks = {
             layer.blocks[0].weight: (layer.value(), sum(block.trace for block in layer.blocks))
             for layer in self._layers
@@ -240,7 +238,7 @@ class Penalty:
         name = max(peaks, key=peaks.__getitem__, default="")
         return name, peaks.get(name, 0.0)
 
-    def _of(self, optimizer: torch.optim.Optimizer) -> tuple[list[_Held], list[HeldLayer]]:
+    def _of(self, optimizer: torch.optim.Optimizer) -> tuple[list[HeldParameter], list[HeldLayer]]:
         """Return what is held of the parameters of an optimizer, singly and in blocks."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return (
@@ -250,17 +248,17 @@ class Penalty:
 
     def _rates(
         self, optimizer: torch.optim.Optimizer
-    ) -> tuple[list[tuple[_Held, float]], list[tuple[HeldLayer, float]]]:
+    ) -> tuple[list[tuple[HeldParameter, float]], list[tuple[HeldLayer, float]]]:
         """Return the same, each with the learning rate that it has there."""
         rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
         singly, layers = self._of(optimizer)
-        found = []
+        moving = []
         for layer in layers:
             own = [rates[id(p)] for p in layer.trained if id(p) in rates]
             if own:
                 layer.check_rates(own)
-                found.append((layer, own[0]))
-        return [(held, rates[id(held.parameter)]) for held in singly], found
+                moving.append((layer, own[0]))
+        return [(held, rates[id(held.parameter)]) for held in singly], moving
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:
@@ -277,118 +275,6 @@ def _innermost(optimizer: Any) -> torch.optim.Optimizer:
             "penalty to the one within it, or call add_gradient() before each step (proximal_step(lr) after it)"
         )
     return optimizer
-
-
-class _Held:
-    """One parameter and its quadratic, in pieces: views of so many rows.
-
-    Attributes:
-        parameter: The model's own.
-        curvature: `lambda F`, in the dtype of the centre.
-        centre: `theta*`, in the parameter's dtype or a wider one.
-    """
-
-    def __init__(self, parameter: nn.Parameter, curvature: Tensor, centre: Tensor) -> None:
-        self.parameter = parameter
-        # float32 for half-precision weights, float64 for those.
-        self.centre = centre.to(parameter.device, torch.promote_types(parameter.dtype, centre.dtype))
-        self.curvature = curvature.to(self.centre)
-        self._rows = max(1, _piece(parameter.device) // max(1, math.prod(parameter.shape[1:])))
-        self._length = len(self.centre) if self.centre.ndim else None
-        self._fixed = list(zip(self._cut(self.curvature), self._cut(self.centre), strict=True))
-
-    def _cut(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        return torch.split(tensor, self._rows) if tensor.ndim and len(tensor) > self._rows else (tensor,)
-
-    def _known(self, tensor: Tensor) -> Tensor:
-        """Return the rows that the anchors know."""
-        return tensor if self._length is None or len(tensor) == self._length else tensor[: self._length]
-
-    def pieces(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Go through views of the parameter as it is now, its curvature and its centre."""
-        held = self._known(self.parameter.detach())
-        for theta, (curvature, centre) in zip(self._cut(held), self._fixed, strict=True):
-            yield theta, curvature, centre
-
-    def gradients(self) -> tuple[Tensor, ...]:
-        """Return views of the parameter's gradient, in the same pieces; made if there is none."""
-        parameter = self.parameter
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        elif parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.to_dense()
-        return self._cut(self._known(parameter.grad))
-
-    def value(self) -> float:
-        """Return this parameter's part of the penalty."""
-        total = 0.0
-        for theta, curvature, centre in self.pieces():
-            difference = theta.to(centre.dtype) - centre
-            wide = _wide(centre)
-            total += 0.5 * (curvature.to(wide) * difference.to(wide).square_()).sum().item()
-        return total
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    """Return the widest dtype that sums may be taken in where this tensor is."""
-    return tensor.dtype if tensor.device.type == "mps" else torch.float64
-
-
-@torch.no_grad()
-def _add(
-    singly: Sequence[_Held], layers: Sequence[HeldLayer], scale: float | Tensor, only: Collection[int] | None = None
-) -> None:
-    trained = (held for held in singly if held.parameter.requires_grad)
-    pieces = ((*piece, g) for held in trained for piece, g in zip(held.pieces(), held.gradients(), strict=True))
-    for thetas, curvatures, centres, gradients in _together(pieces):
-        pull = torch._foreach_sub(_as(thetas, centres), centres)
-        torch._foreach_mul_(pull, curvatures)
-        if isinstance(scale, Tensor) or scale != 1:
-            torch._foreach_mul_(pull, scale)
-        torch._foreach_add_(gradients, pull)
-    for layer in layers:
-        layer.add(scale, only)
-
-
-@torch.no_grad()
-def _move(every: Sequence[tuple[_Held, float]]) -> None:
-    trained = ((held, lr) for held, lr in every if held.parameter.requires_grad)
-    pieces = ((*piece, lr) for held, lr in trained for piece in held.pieces())
-    for thetas, curvatures, centres, rates in _together(pieces):
-        # The share of the way to the centre, x / (1 + x), and not 1 - 1 / (1 + x), in which a small x would be lost.
-        share = torch._foreach_mul(curvatures, rates)
-        torch._foreach_div_(share, torch._foreach_add(share, 1.0))
-        moved = _as(thetas, centres)
-        torch._foreach_lerp_(moved, centres, share)
-        if moved is not thetas:
-            torch._foreach_copy_(thetas, moved)
-
-
-def _together(pieces: Iterable[tuple[Any, ...]]) -> Iterator[list[list[Any]]]:
-    """Put pieces together for one fused call each, as many as make one large one; lists of what they consist of."""
-    group: list[tuple[Any, ...]] = []
-    size = 0
-    for piece in pieces:
-        if group and (size + piece[0].numel() > _piece(piece[0].device) or _kind(piece) != _kind(group[0])):
-            yield [list(part) for part in zip(*group, strict=True)]
-            group, size = [], 0
-        group.append(piece)
-        size += piece[0].numel()
-    if group:
-        yield [list(part) for part in zip(*group, strict=True)]
-
-
-def _kind(piece: tuple[Any, ...]) -> tuple[torch.device, torch.dtype, torch.dtype]:
-    return piece[0].device, piece[0].dtype, piece[1].dtype
-
-
-def _as(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
-    """Return the tensors in the dtype of the others: float32 for half-precision weights."""
-    return tensors if tensors[0].dtype == others[0].dtype else [tensor.to(others[0].dtype) for tensor in tensors]
-
-
-def _piece(device: torch.device) -> int:
-    return _CPU_PIECE if device.type == "cpu" else _ACCELERATOR_PIECE
 
 
 def check_fit(

@@ -34,7 +34,7 @@ class Quadratic:
 
     Attributes:
         curvature: Sum of lambda_k F_k by parameter name; float32, or float64 for float64 weights.
-        centre: The minimum, by parameter name, likewise.
+        centre: The minimum by parameter name, in the dtype of its curvature.
         constant: What the quadratic is at its centre, by parameter name: how much the anchors disagree.
         blocks: Kronecker-factored blocks, which have no such sum: each anchor's own, lambda in it, with its centre.
     """
@@ -72,7 +72,7 @@ def sum_quadratics(
     *,
     growing: Collection[str] = (),
 ) -> Quadratic:
-    """Collapse anchors, oldest first, into one quadratic; accumulated in float64, one parameter at a time.
+    """Sum anchors, oldest first, to one quadratic; accumulated in float64, one parameter at a time.
 
     Anchors that were opened and not loaded are read one tensor at a time too, so that there is never more in memory
     than the result and a few tensors.
@@ -97,59 +97,75 @@ def sum_quadratics(
     anchors = of_one_head(anchors, anchors[-1].provenance.head) if anchors else []
     check_together(anchors, growing)
     centres = [_latest(anchors, k, growing) if lineage == "latest" else anchor for k, anchor in enumerate(anchors)]
-    stacked = [part for part in zip(anchors, centres, lambdas, strict=True) if part[2] > 0]
-    # Of those that are read here for the first time it is not known yet that they hold anything.
-    useless = {
-        id(anchor): anchor
-        for anchor, _, _ in stacked
-        if isinstance(anchor.fisher, TensorFile) and (anchor.fisher or anchor.blocks)
-    }
-    found = Quadratic({}, {}, {})
-    for name in dict.fromkeys(name for anchor, _, _ in stacked for name in anchor.fisher):
-        holding = [part for part in stacked if name in part[0].fisher]
-        base = newest_whole([at for _, at, _ in stacked], [anchor for anchor, _, _ in holding], name)
-        newest = base.weights[name]
-        double = newest.dtype == torch.float64
-        newest = newest.double()
-        # Around the newest weights, so that one anchor alone keeps its weights to the bit:
-        # total = sum lambda F, pull = sum lambda F d, spread = sum lambda F d^2, with d = theta* - newest.
-        total, pull, spread = torch.zeros_like(newest), torch.zeros_like(newest), torch.zeros_like(newest)
-        constant = 0.0
-        for anchor, at, lam in holding:
-            weighted = anchor.fisher[name].double() * lam
-            if id(anchor) in useless and weighted.any():
-                del useless[id(anchor)]
-            rows = slice(len(weighted)) if name in growing else ...
-            total[rows] += weighted
-            constant += lam * anchor.provenance.constant.get(name, 0.0)
-            if at is not base:
-                difference = at.weights[name].double()[rows] - newest[rows]
-                pull[rows].addcmul_(weighted, difference)
-                spread[rows].addcmul_(weighted, difference.square_())
-        offset = torch.where(total > 0, pull / total, 0.0)
-        constant += 0.5 * (spread - offset * pull).clamp(min=0).sum().item()
-        found.curvature[name] = total if double else total.float()
-        found.centre[name] = (newest + offset) if double else (newest + offset).float()
-        if constant:
-            found.constant[name] = constant
-        if not found.curvature[name].isfinite().all():
-            raise NonFiniteError(
-                f"lambda times the Fisher of {name} is too large for its numbers; use a smaller lambda"
-            )
-    for anchor, at, lam in stacked:
-        for block in anchor.blocks.values():
+    terms = [_Term(*term) for term in zip(anchors, centres, lambdas, strict=True) if term[2] > 0]
+    # Of anchors that are read here for the first time it is not known yet that they hold anything.
+    unread = [term for term in terms if isinstance(term.anchor.fisher, TensorFile)]
+    empty = {id(term.anchor) for term in unread if term.anchor.fisher or term.anchor.blocks}
+    total = Quadratic({}, {}, {})
+    for name in dict.fromkeys(name for term in terms for name in term.anchor.fisher):
+        empty -= _add_diagonals(total, terms, name, rows_grow=name in growing)
+    for term in terms:
+        for block in term.anchor.blocks.values():
             if block.trace:
-                useless.pop(id(anchor), None)
-            bias = None if block.bias is None else at.weights[block.bias]
+                empty.discard(id(term.anchor))
+            bias = None if block.bias is None else term.at.weights[block.bias]
             # Of a head that was expanded since, the block knows the first outputs.
-            centre = wide(block.join(at.weights[block.weight], bias))[: block.output.size]
-            found.blocks.append((scaled(block, lam), centre))
-            constant = lam * anchor.provenance.constant.get(block.weight, 0.0)
+            centre = wide(block.join(term.at.weights[block.weight], bias))[: block.output.size]
+            total.blocks.append((scaled(block, term.lam), centre))
+            constant = term.lam * term.anchor.provenance.constant.get(block.weight, 0.0)
             if constant:
-                found.constant[block.weight] = found.constant.get(block.weight, 0.0) + constant
-    for anchor in useless.values():
-        refuse_zero(anchor)
-    return found
+                total.constant[block.weight] = total.constant.get(block.weight, 0.0) + constant
+    for anchor in anchors:
+        if id(anchor) in empty:
+            refuse_zero(anchor)
+    return total
+
+
+@dataclass(frozen=True)
+class _Term:
+    """An anchor of a stack, the one whose weights it pulls to, and its lambda."""
+
+    anchor: Anchor
+    at: Anchor
+    lam: float
+
+
+def _add_diagonals(total: Quadratic, terms: Sequence[_Term], name: str, *, rows_grow: bool) -> set[int]:
+    """Put the sum of one parameter's diagonals into the total; return the ids of the anchors that are not zero there.
+
+    Raises:
+        NonFiniteError: if a lambda times a Fisher is beyond the numbers.
+    """
+    holding = [term for term in terms if name in term.anchor.fisher]
+    base = newest_whole([term.at for term in terms], [term.anchor for term in holding], name)
+    newest = base.weights[name]
+    dtype = torch.float64 if newest.dtype == torch.float64 else torch.float32
+    newest = newest.double()
+    # Around the newest weights, so that one anchor alone keeps its weights to the bit:
+    # curvature = sum lambda F, pull = sum lambda F d, spread = sum lambda F d^2, with d = theta* - newest.
+    curvature, pull, spread = torch.zeros_like(newest), torch.zeros_like(newest), torch.zeros_like(newest)
+    constant = 0.0
+    nonzero = set()
+    for term in holding:
+        weighted = term.anchor.fisher[name].double() * term.lam
+        if weighted.any():
+            nonzero.add(id(term.anchor))
+        rows = slice(len(weighted)) if rows_grow else ...
+        curvature[rows] += weighted
+        constant += term.lam * term.anchor.provenance.constant.get(name, 0.0)
+        if term.at is not base:
+            difference = term.at.weights[name].double()[rows] - newest[rows]
+            pull[rows].addcmul_(weighted, difference)
+            spread[rows].addcmul_(weighted, difference.square_())
+    offset = torch.where(curvature > 0, pull / curvature, 0.0)
+    constant += 0.5 * (spread - offset * pull).clamp(min=0).sum().item()
+    total.curvature[name] = curvature.to(dtype)
+    total.centre[name] = (newest + offset).to(dtype)
+    if constant:
+        total.constant[name] = constant
+    if not total.curvature[name].isfinite().all():
+        raise NonFiniteError(f"lambda times the Fisher of {name} is too large for its numbers; use a smaller lambda")
+    return nonzero
 
 
 def scaled(block: Block, lam: float) -> Block:
@@ -158,10 +174,10 @@ def scaled(block: Block, lam: float) -> Block:
     Raises:
         NonFiniteError: if that is beyond the numbers.
     """
-    found = replace(block, output=block.output.scaled(lam))
-    if not found.trace <= torch.finfo(torch.float32).max:  # of NaN neither
+    times = replace(block, output=block.output.scaled(lam))
+    if not times.trace <= torch.finfo(torch.float32).max:  # of NaN neither
         raise NonFiniteError(f"lambda times the block of {block.layer} is too large for its numbers")
-    return found
+    return times
 
 
 def newest_whole(anchors: Sequence[Anchor], holding: Sequence[Anchor], name: str) -> Anchor:

@@ -14,6 +14,17 @@ from typing import Any
 
 from ewc_finetune.choices import OLD_WORDS
 from ewc_finetune.errors import StorageError
+from ewc_finetune.storage.json_fields import (
+    Check,
+    has,
+    is_number,
+    is_object,
+    is_text,
+    list_of,
+    nullable,
+    object_of,
+    optional,
+)
 from ewc_finetune.storage.workspace import recover
 
 FORMAT = "ewc-run"
@@ -140,95 +151,70 @@ def _check_document(document: dict[str, Any], path: Path) -> None:
     _check(document.get("found") or {}, _FOUND, f"{path}, in found")
 
 
-def _check(document: dict[str, Any], expected: dict[str, tuple[Callable[[Any], bool], str]], where: str) -> None:
+def _check(document: dict[str, Any], expected: dict[str, tuple[Check, str]], where: str) -> None:
     for key, (is_right, words) in expected.items():
         value = document.get(key)
         if value is not None and not is_right(value):
             raise StorageError(f"{where} is damaged: {key} is {value!r:.80}; expected {words}")
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _perhaps(check: Check) -> Check:
+    return optional(nullable(check))
 
 
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
-
-
-def _has(**checks: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(is_right(value.get(key)) for key, is_right in checks.items())
-
-
-def _list_of(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(is_right, value))
-
-
-def _is_anchor(value: Any) -> bool:
-    return _has(provenance=_is_object, **{"lambda": _is_number})(value) and _is_provenance(value["provenance"])
-
-
-_is_provenance = _has(
-    importance=lambda value: (
-        value is None or _list_of(_has(layer=_is_text, mean=_is_number, parameters=_is_number))(value)
-    ),
-    curvature=lambda value: value is None or _is_text(value),
-    merged=lambda value: value is None or _has(parents=_list_of(_has(provenance=_is_object)))(value),
-    lineage=lambda value: value is None or _list_of(_is_object)(value),
-    probes=lambda value: value is None or _list_of(_is_object)(value),
-    **{
-        key: lambda value: value is None or _is_object(value)
-        for key in ("versions", "checkpoint", "data", "normalisation", "scores", "excluded", "standard_error")
-    },
+_is_number = _perhaps(is_number)
+_is_objects = list_of(is_object)
+_objects = ("versions", "checkpoint", "data", "normalisation", "scores", "excluded", "standard_error")
+_is_provenance = has(
+    importance=_perhaps(list_of(has(layer=is_text, mean=_is_number, parameters=_is_number))),
+    curvature=_perhaps(is_text),
+    merged=_perhaps(has(parents=list_of(has(provenance=is_object)))),
+    lineage=_perhaps(_is_objects),
+    probes=_perhaps(_is_objects),
+    **dict.fromkeys(_objects, _perhaps(is_object)),
 )
-_is_score = _has(domain=_is_text, samples=_is_number, loss=_is_number, accuracy=_is_number, perplexity=_is_number)
-_is_kept = _has(data=lambda value: value is None or _is_text(value), unchanged=_is_number, divergence=_is_number)
-_is_trial = _has(
-    score=_is_score,
-    watched=lambda value: value is None or _list_of(_is_score)(value),
-    **{"lambda": _is_number},
-)
+_is_score = has(domain=is_text, samples=_is_number, loss=_is_number, accuracy=_is_number, perplexity=_is_number)
+_is_kept = has(data=_perhaps(is_text), unchanged=_is_number, divergence=_is_number)
+_is_trial = has(score=_is_score, watched=_perhaps(list_of(_is_score)), **{"lambda": _is_number})
+_is_layer = has(layer=is_text, parameters=_is_number, share=_is_number, moved=_is_number, penalty=_is_number)
 
 # What the value of each key must be, if there is one: as a predicate, and in words for the message.
-_DOCUMENT: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "status": (_is_text, "a text"),
-    "started": (_is_text, "a time"),
-    "ended": (_is_text, "a time"),
-    "options": (_is_object, "an object"),
-    "command": (_is_text, "a text"),
-    "folder": (_is_text, "a path"),
-    "found": (_is_object, "an object"),
-    "versions": (_is_object, "an object"),
-    "identities": (_is_object, "an object"),
-    "trials": (_list_of(_is_object), "a list of trials"),
-    "platform": (_is_text, "a text"),
-    "written": (_has(file=_is_text, sha256=lambda value: value is None or _is_text(value)), "a file and its digest"),
+_DOCUMENT: dict[str, tuple[Check, str]] = {
+    "status": (is_text, "a text"),
+    "started": (is_text, "a time"),
+    "ended": (is_text, "a time"),
+    "options": (is_object, "an object"),
+    "command": (is_text, "a text"),
+    "folder": (is_text, "a path"),
+    "found": (is_object, "an object"),
+    "versions": (is_object, "an object"),
+    "identities": (is_object, "an object"),
+    "trials": (_is_objects, "a list of trials"),
+    "platform": (is_text, "a text"),
+    "written": (has(file=is_text, sha256=_perhaps(is_text)), "a file and its digest"),
     "steps": (_is_number, "a number"),
     "seconds": (_is_number, "a number"),
-    "before": (_list_of(_is_score), "a list of scores"),
-    "after": (_list_of(_is_score), "a list of scores"),
-    "retention": (_list_of(_is_kept), "a list of what probes found"),
-    "layers": (
-        _list_of(_has(layer=_is_text, parameters=_is_number, share=_is_number, moved=_is_number, penalty=_is_number)),
-        "a list of layers",
+    "before": (list_of(_is_score), "a list of scores"),
+    "after": (list_of(_is_score), "a list of scores"),
+    "retention": (list_of(_is_kept), "a list of what probes found"),
+    "layers": (list_of(_is_layer), "a list of layers"),
+}
+_FOUND: dict[str, tuple[Check, str]] = {
+    "checkpoint": (is_object, "an object"),
+    "anchors": (
+        list_of(has(provenance=_is_provenance, **{"lambda": _is_number})),
+        "a list of anchors, each with its lambda and provenance",
     ),
-}
-_FOUND: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "checkpoint": (_is_object, "an object"),
-    "anchors": (_list_of(_is_anchor), "a list of anchors, each with its lambda and provenance"),
-    "data": (_has(spec=_is_text, size=_is_number), "an object with a spec"),
-    "eval": (_list_of(_is_object), "a list of objects"),
+    "data": (has(spec=is_text, size=_is_number), "an object with a spec"),
+    "eval": (_is_objects, "a list of objects"),
     "parameters": (_is_number, "a number"),
-    "lambda_search": (_has(trials=_list_of(_is_trial)), "a search with its trials"),
+    "lambda_search": (has(trials=list_of(_is_trial)), "a search with its trials"),
 }
-_LINE: dict[str, tuple[Callable[[Any], bool], str]] = {
+_LINE: dict[str, tuple[Check, str]] = {
     "step": (_is_number, "a number"),
     "epoch": (_is_number, "a number"),
     "loss": (_is_number, "a number"),
     "penalty": (_is_number, "a number"),
-    "scores": (lambda value: isinstance(value, dict) and all(map(_is_score, value.values())), "an object of scores"),
-    "retention": (_list_of(_is_kept), "a list of what probes found"),
+    "scores": (object_of(_is_score), "an object of scores"),
+    "retention": (list_of(_is_kept), "a list of what probes found"),
 }

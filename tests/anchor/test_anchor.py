@@ -189,6 +189,8 @@ def test_unknown_keys_are_ignored_with_a_remark(tmp_path):
         ("samples", 10**400, "samples is"),
         ("seed", 10**400, "seed is"),
         ("scores", {"loss": 10**400}, "scores is"),
+        ("weights_reference", "elsewhere", "weights_reference is 'elsewhere'; expected an object with repository"),
+        ("weights_reference", [], "weights_reference is"),
     ],
 )
 def test_a_document_that_contradicts_the_format(tmp_path, key, value, message):

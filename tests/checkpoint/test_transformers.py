@@ -37,7 +37,7 @@ from transformers import (
 from transformers.utils import logging
 
 import ewc_finetune as ewc
-from ewc_finetune.checkpoint.formats.transformers_folder import download
+from ewc_finetune.checkpoint.location import download
 from ewc_finetune.checkpoint.open import open_model
 from ewc_finetune.commands.consolidate import default_output
 from ewc_finetune.data.domain import as_domain

@@ -699,6 +699,8 @@ def test_what_kfac_cannot_do():
         compute_fisher(model, [(inputs, torch.zeros(12).long())], likelihood, "batched", kfac="expand")
     with pytest.raises(UsageError, match="nor without rules"):
         compute_fisher(model, [(inputs, None)], likelihood, kfac="expand", rules=False)
+    with pytest.raises(UsageError, match="kfac is 'expnad'. Did you mean 'expand'"):
+        compute_fisher(model, [(inputs, None)], likelihood, kfac="expnad")
     scale = nn.Sequential(nn.LayerNorm(6)).double()
     with pytest.raises(ArchitectureError, match="there is no layer for K-FAC"):
         compute_fisher(scale, [(inputs, None)], likelihood, kfac="expand")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import fnmatch
 import functools
 import json
 import re
@@ -26,42 +25,23 @@ from torch import Tensor, nn
 
 from ewc_finetune.checkpoint.architecture import TRANSFORMERS
 from ewc_finetune.checkpoint.checkpoint import Checkpoint, ModelMetadata, cpu_state
+from ewc_finetune.checkpoint.formats.transformers_task import task_of_class
 from ewc_finetune.checkpoint.formats.weights import Weights
-from ewc_finetune.choices import LikelihoodName
-from ewc_finetune.errors import (
-    ArchitectureError,
-    CheckpointError,
-    HubError,
-    StorageError,
-    UsageError,
-    few,
-    redacted,
-)
-from ewc_finetune.hub.address import HubAddress, checked
-from ewc_finetune.hub.anchor_files import ANCHOR_FILES, has_anchor
-from ewc_finetune.hub.client import UnreachableError, hub_errors
-from ewc_finetune.hub.repository import look_up, remember
+from ewc_finetune.errors import ArchitectureError, CheckpointError, StorageError, few
 from ewc_finetune.modules.devices import random_state_kept
 from ewc_finetune.modules.finite import check_model
-from ewc_finetune.modules.task import ModelTask, Task
 from ewc_finetune.storage.atomic import atomic_folder, storage_errors
 
-HUB = "hf:"
-# Under what names a folder may have its weights, in the order of preference.
+# The names that a folder's weights may have, in the order of preference.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
-# What else may be weights, or what a trainer keeps: it is of the model before, and does not travel along.
+# Weights in other formats, and what a trainer keeps: they belong to the old model and are not copied to a new one.
 _STALE = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|onnx|onnx_data|gguf|ot|tflite)|.*\.index\.json|trainer_state\.json"
 )
+# Numbers of 8 bits that only quantized weights are in.
 _EIGHT_BITS = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 # Folders within a folder that are no part of the model.
 _APART = re.compile(r"checkpoint-\d+|runs|onnx|\..*|__pycache__")
-_TASKS: tuple[tuple[Task, str], ...] = (
-    ("text classification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"),
-    ("image classification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
-    ("masked language model", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
-    ("causal language model", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
-)
 
 
 class HuggingFace(Checkpoint):
@@ -113,11 +93,13 @@ class HuggingFace(Checkpoint):
             CheckpointError: if weights are quantized, or tied ones contradict each other.
             NonFiniteError: if a weight is NaN or infinite.
         """
-        kind = self._kind(architecture)
-        if getattr(self._config, "quantization_config", None) is not None:
+        kind = self._class(architecture)
+        quantization = getattr(self._config, "quantization_config", None)
+        if quantization is not None:
+            settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
             raise CheckpointError(
-                f"{self.label} is quantized ({self._quantization()}); quantized weights cannot be trained. Use the "
-                "model from before quantization"
+                f"{self.label} is quantized ({settings.get('quant_method', 'unknown method')}); quantized weights "
+                "cannot be trained. Use the model from before quantization"
             )
         text = TRANSFORMERS + kind.__name__
         model = self._load(kind)
@@ -126,9 +108,9 @@ class HuggingFace(Checkpoint):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in self.metadata.frozen)
         model.config.use_cache = False  # what it would keep for generation is of no use here
-        self.task = _task(kind.__name__, self._config, self.folder)
+        self.task = task_of_class(kind.__name__, self._config, self.folder)
         self.versions = {"transformers": require_transformers().__version__}
-        self.metadata = replace(self.metadata, classes=self.metadata.classes or _listed(self.task.classes))
+        self.metadata = replace(self.metadata, classes=self.metadata.classes or list(self.task.classes or ()) or None)
         return model.eval(), text
 
     def _load(self, kind: Any) -> Any:
@@ -143,7 +125,7 @@ class HuggingFace(Checkpoint):
         widest = functools.reduce(torch.promote_types, floating, floating[0]) if floating else torch.float32
         try:
             with random_state_kept(torch.device("cpu")), _quiet():
-                model, found = kind.from_pretrained(
+                model, loading = kind.from_pretrained(
                     self.folder,
                     dtype=widest,
                     local_files_only=True,
@@ -160,8 +142,8 @@ class HuggingFace(Checkpoint):
             ) from error
         problems = [
             f"{name} has shape {tuple(own)} in the weights and {tuple(wanted)} in the config's model"
-            for name, own, wanted in sorted(found["mismatched_keys"])
-        ] + [f"{name} is in the config's model but not in the weights" for name in sorted(found["missing_keys"])]
+            for name, own, wanted in sorted(loading["mismatched_keys"])
+        ] + [f"{name} is in the config's model but not in the weights" for name in sorted(loading["missing_keys"])]
         self._refuse(kind, problems)
         return model
 
@@ -227,9 +209,9 @@ class HuggingFace(Checkpoint):
             state = _names_of_file(model, cpu_state(model, dtypes))
             own = {name: tensor.to(self.state[name].dtype) for name, tensor in state.items() if name in self.state}
             self._say_classes(temporary / "config.json", own, metadata)
-            found = OrderedDict(own)
-            found._metadata = OrderedDict()  # type: ignore[attr-defined]
-            self.weights.save_state(temporary / self.file.name, found, metadata)
+            stored = OrderedDict(own)
+            stored._metadata = OrderedDict()  # type: ignore[attr-defined]
+            self.weights.save_state(temporary / self.file.name, stored, metadata)
 
     def check_folder(self, path: Path) -> None:
         """Refuse to replace a folder that has anything in it but such a model, as it would be lost.
@@ -237,25 +219,23 @@ class HuggingFace(Checkpoint):
         Raises:
             StorageError: naming it.
         """
-        mine = {*self._travelling(), *(file.relative_to(path) for file in self._weights_files(path))}
-        for found in sorted(path.rglob("*")) if path.is_dir() else ():
-            if not found.is_dir() and found.relative_to(path) not in mine:
+        weights = self.weights.outputs(path / self.file.name)
+        own = {*self._travelling(), *(file.relative_to(path) for file in weights)}
+        for file in sorted(path.rglob("*")) if path.is_dir() else ():
+            if not file.is_dir() and file.relative_to(path) not in own:
                 raise StorageError(
-                    f"cannot replace {path}: {found.relative_to(path)} in it is no part of this model, and would be "
+                    f"cannot replace {path}: {file.relative_to(path)} in it is no part of this model, and would be "
                     "lost. Choose another path"
                 )
-
-    def _weights_files(self, path: Path) -> list[Path]:
-        return self.weights.outputs(path / self.file.name)
 
     def _travelling(self) -> list[Path]:
         """List what goes along: all but weights, and what a trainer or git keeps."""
         return [
-            found.relative_to(self.folder)
-            for found in sorted(self.folder.rglob("*"))
-            if found.is_file()
-            and not _STALE.fullmatch(found.name)
-            and not any(_APART.fullmatch(part) for part in found.relative_to(self.folder).parts[:-1])
+            file.relative_to(self.folder)
+            for file in sorted(self.folder.rglob("*"))
+            if file.is_file()
+            and not _STALE.fullmatch(file.name)
+            and not any(_APART.fullmatch(part) for part in file.relative_to(self.folder).parts[:-1])
         ]
 
     def _say_classes(self, file: Path, own: Mapping[str, Tensor], metadata: ModelMetadata) -> None:
@@ -270,7 +250,7 @@ class HuggingFace(Checkpoint):
         labels = {"id2label": dict(enumerate(names)), "label2id": {name: n for n, name in enumerate(names)}}
         file.write_text(json.dumps(_read_json(file) | labels, indent=2) + "\n", encoding="utf-8")
 
-    def _kind(self, architecture: str | None) -> Any:
+    def _class(self, architecture: str | None) -> Any:
         """Return the class of the model: the one that the user names, or the config."""
         transformers = require_transformers()
         named = _read_json(self.folder / "config.json").get("architectures") or []
@@ -286,18 +266,13 @@ class HuggingFace(Checkpoint):
                 f"{self.label}: its config.json does not say what class the model is of (architectures). Name it: "
                 f"--arch {TRANSFORMERS}BertForSequenceClassification, say"
             )
-        found = getattr(transformers, str(name), None) if str(name).isidentifier() else None
-        if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        model_class = getattr(transformers, str(name), None) if str(name).isidentifier() else None
+        if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
             raise ArchitectureError(
                 f"{self.label} is a {name}, which transformers {transformers.__version__} does not have; code that "
                 "comes with a model is not run. Try another version of transformers, or pass the model as a module"
             )
-        return found
-
-    def _quantization(self) -> str:
-        found = self._config.quantization_config
-        found = found if isinstance(found, dict) else found.to_dict()
-        return str(found.get("quant_method", "unknown method"))
+        return model_class
 
 
 def weights_file(folder: Path, label: str) -> Path:
@@ -321,65 +296,6 @@ def weights_file(folder: Path, label: str) -> Path:
     raise CheckpointError(f"{label} has no weights: expected one of {', '.join(_WEIGHTS)} beside config.json")
 
 
-def address_of(name: str) -> HubAddress:
-    """Return the repository that a model's name, `hf:org/name@revision`, means.
-
-    Raises:
-        UsageError: if it names none.
-    """
-    repository, _, revision = name.removeprefix(HUB).partition("@")
-    try:
-        return checked(HubAddress(repository, revision or None), name)
-    except UsageError:
-        form = "expected hf:ORG/NAME, with @REVISION behind it where that matters"
-        raise UsageError(f"{redacted(name)!r} names no model on the Hub; {form}") from None
-
-
-def download(name: str) -> tuple[Path, str, tuple[str, ...]]:
-    """Return the folder of a model on the Hub, `hf:org/name@revision`, downloaded unless it lies in the cache.
-
-    Also return its name with the commit that the revision is, and remarks.
-
-    Raises:
-        HubError: if there is no such model, or it can't be had.
-    """
-    from huggingface_hub import snapshot_download
-
-    address = address_of(name)
-    found = look_up(address)
-    pinned = f"{HUB}{address.repository}@{found.commit}"
-    if "config.json" not in found.files and found.cached is not None:
-        raise UnreachableError(f"{name} is not in the cache, and the Hub could not be asked")
-    if "config.json" not in found.files and has_anchor(found):
-        raise HubError(f"{name} has an anchor and no model. An anchor is named hf://{address.repository}")
-    # What `save` would leave behind anyway; other folders travel along.
-    stale = [
-        "*.h5",
-        "*.msgpack",
-        "*.onnx*",
-        "*.gguf",
-        "*.ot",
-        "*.tflite",
-        "*.pt",
-        "*.pth",
-        "*/*.safetensors",
-        "*/*.bin",
-        *ANCHOR_FILES,
-    ]
-    if any(file.endswith(".safetensors") for file in found.files):
-        stale.append("*.bin")
-    folder = found.cached
-    if folder is None:
-        with hub_errors(found.address):
-            folder = Path(snapshot_download(address.repository, revision=found.commit, ignore_patterns=stale))
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        file = path.relative_to(folder).as_posix()
-        if not any(fnmatch.fnmatch(file, pattern) for pattern in stale):
-            found.check(file, path)
-    remember(found)
-    return folder, pinned, found.remarks
-
-
 def require_transformers() -> Any:
     """Import transformers, of which most people need nothing.
 
@@ -395,75 +311,22 @@ def require_transformers() -> Any:
     return transformers
 
 
-def task_of(model: nn.Module) -> ModelTask | None:
-    """Return what a module is for that somebody loaded with transformers, from a folder or the cache of the Hub."""
-    config: Any = getattr(model, "config", None)
-    name = getattr(config, "name_or_path", None)
-    if not isinstance(name, str) or not name or not hasattr(config, "model_type"):
-        return None
-    folder = Path(name)
-    if not folder.is_dir():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            found = try_to_load_from_cache(name, "config.json")
-        except HFValidationError:  # a path that is there no more
-            return None
-        if not isinstance(found, str):
-            return None
-        folder = Path(found).parent
-    return _task(type(model).__name__, config, folder)
-
-
-def _task(name: str, config: Any, folder: Path) -> ModelTask:
-    kind = _kind(name)
-    labels = dict(getattr(config, "id2label", None) or {})
-    names = tuple(str(labels[key]) for key in sorted(labels, key=int))
-    told = any(label != f"LABEL_{number}" for number, label in enumerate(names))
-    likelihood: LikelihoodName = "categorical"
-    if kind in ("causal language model", "masked language model"):
-        likelihood, told = "per-token", False
-    elif getattr(config, "problem_type", None) == "multi_label_classification":
-        likelihood = "bernoulli"
-    elif getattr(config, "problem_type", None) == "regression" or len(names) == 1:
-        likelihood, told = "gaussian", False
-    length = getattr(config, "max_position_embeddings", None)
-    # Models of this family count positions from behind the padding index.
-    kept = 2 if getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert") else 0
-    return ModelTask(
-        folder, kind, likelihood, names if told else None, length - kept if isinstance(length, int) else None
-    )
-
-
-def _kind(name: str) -> Task | None:
-    from transformers.models.auto import modeling_auto
-
-    for kind, table in _TASKS:
-        known: set[str] = set()
-        for value in getattr(modeling_auto, table).values():
-            known.update([value] if isinstance(value, str) else value)
-        if name in known:
-            return kind
-    return None
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        config = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a {type(found).__name__}; expected the config of a model")
-    return found
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds a {type(config).__name__}; expected the config of a model")
+    return config
 
 
 def _names_of_file(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a state by the names, and in the parts, that files of the model have: not always those of its modules."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    found: dict[str, Tensor] = revert_weight_conversion(model, dict(state))
-    return found
+    renamed: dict[str, Tensor] = revert_weight_conversion(model, dict(state))
+    return renamed
 
 
 @contextlib.contextmanager
@@ -480,7 +343,3 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-
-
-def _listed(names: tuple[str, ...] | None) -> list[str] | None:
-    return None if names is None else list(names)

@@ -1,0 +1,71 @@
+"""What a model of transformers is for, told from its class and its config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ewc_finetune.choices import LikelihoodName
+from ewc_finetune.modules.task import ModelTask, Task
+
+# The tables of transformers (`models/auto/modeling_auto.py`) that name the classes of models for a task.
+_TABLES: dict[Task, str] = {
+    "text classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "image classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "masked language model": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "causal language model": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+}
+
+
+def task_of(model: nn.Module) -> ModelTask | None:
+    """Return what a module is for that somebody loaded with transformers, from a folder or the cache of the Hub."""
+    config: Any = getattr(model, "config", None)
+    name = getattr(config, "name_or_path", None)
+    if not isinstance(name, str) or not name or not hasattr(config, "model_type"):
+        return None
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            cached = try_to_load_from_cache(name, "config.json")
+        except HFValidationError:  # a path that is there no more
+            return None
+        if not isinstance(cached, str):
+            return None
+        folder = Path(cached).parent
+    return task_of_class(type(model).__name__, config, folder)
+
+
+def task_of_class(name: str, config: Any, folder: Path) -> ModelTask:
+    """Return what a model is for by the name of its class, its config, and the folder with its tokenizer."""
+    kind = _kind(name)
+    labels = dict(getattr(config, "id2label", None) or {})
+    names = tuple(str(labels[key]) for key in sorted(labels, key=int))
+    told = any(label != f"LABEL_{number}" for number, label in enumerate(names))
+    likelihood: LikelihoodName = "categorical"
+    if kind in ("causal language model", "masked language model"):
+        likelihood, told = "per-token", False
+    elif getattr(config, "problem_type", None) == "multi_label_classification":
+        likelihood = "bernoulli"
+    elif getattr(config, "problem_type", None) == "regression" or len(names) == 1:
+        likelihood, told = "gaussian", False
+    length = getattr(config, "max_position_embeddings", None)
+    # Models of this family count positions from behind the padding index.
+    kept = 2 if getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert") else 0
+    return ModelTask(
+        folder, kind, likelihood, names if told else None, length - kept if isinstance(length, int) else None
+    )
+
+
+def _kind(name: str) -> Task | None:
+    from transformers.models.auto import modeling_auto
+
+    for kind, table in _TABLES.items():
+        entries = getattr(modeling_auto, table).values()
+        if any(name in ([entry] if isinstance(entry, str) else entry) for entry in entries):
+            return kind
+    return None
