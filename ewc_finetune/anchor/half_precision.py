@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ewc_finetune.anchor.describe import storage
 from ewc_finetune.choices import CURVATURE_DTYPES, CurvatureDtype, check_choice
 from ewc_finetune.errors import NonFiniteError
 
@@ -41,7 +42,7 @@ class Storage:
     @property
     def sentence(self) -> str:
         """What it is, in words."""
-        return describe(self.to_json())
+        return storage(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
         """Return it in values that JSON has."""
@@ -74,13 +75,6 @@ def encode(fisher: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
 def decode(stored: Tensor, scale: Tensor) -> Tensor:
     """Return a tensor of a Fisher in float32 from what is stored."""
     return stored.float() * scale.float()
-
-
-def describe(storage: Mapping[str, Any]) -> str:
-    """Say what `Storage.to_json` gave, in words."""
-    raised = storage["raised"]
-    small = f"; {raised:,} values that are too small for it were raised to its smallest" if raised else ""
-    return f"diagonal in {storage['dtype']}, off by {storage['error']:.2g} of its norm{small}"
 
 
 def rounded(fisher: Mapping[str, Tensor], dtype: CurvatureDtype) -> tuple[dict[str, Tensor], Storage | None]:

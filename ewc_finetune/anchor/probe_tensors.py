@@ -164,14 +164,6 @@ def bytes_of(probes: Sequence[Probe]) -> list[int]:
     return [probe.bytes for probe in probes]
 
 
-def describe(record: Mapping[str, Any], size: int) -> str:
-    """Say whose inputs a probe has and how many bytes it takes, for people."""
-    split = "" if record["split"] is None else f", {record['split']} split,"
-    taken = f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
-    whose = f"{record['samples']:,} samples of {record['data']}{split} as they are"
-    return f"{whose}, and the model's answers to them ({taken})"
-
-
 def check_probe(probe: Probe, where: str) -> None:
     """Refuse a probe of which the parts don't belong together, or are no numbers; `where` is its name.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ewc_finetune.choices import CURVATURE_DTYPES, CURVATURES, KNOWN_ESTIMATORS, LIKELIHOODS
 from ewc_finetune.data.transform import is_transform
-from ewc_finetune.errors import AnchorError, few
+from ewc_finetune.errors import AnchorError
 from ewc_finetune.storage.json_fields import (
     Check,
     has,
@@ -101,13 +101,6 @@ class Provenance:
     probes: list[dict[str, Any]] = field(default_factory=list)
     curvature_storage: dict[str, Any] | None = None
     weights_reference: dict[str, Any] | None = None
-
-    def left_free(self, *, every: bool) -> list[tuple[str, str]]:
-        """Return the parameters without curvature by the reason for it: their names, all or the first few, and it."""
-        reasons: dict[str, list[str]] = {}
-        for name, reason in self.excluded.items():
-            reasons.setdefault(reason, []).append(name)
-        return [(", ".join(names) if every else few(names), reason) for reason, names in reasons.items()]
 
     def to_json(self) -> dict[str, Any]:
         """Return the document: what came later and is not there is not in it, as before it came."""

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ewc_finetune.anchor.half_precision import describe as describe_storage
+from ewc_finetune.anchor import describe
 from ewc_finetune.anchor.kronecker_tensors import StoredBlock
-from ewc_finetune.anchor.probe_tensors import describe
 from ewc_finetune.anchor.provenance import Provenance
+from ewc_finetune.errors import few
 from ewc_finetune.hub.address import HubAddress
 from ewc_finetune.storage.lazy_tensors import TensorFile, shapes_of
 
@@ -89,10 +89,12 @@ class Inspection:
         origin = self.provenance
         singly, weights = (self.tensors[group]["numbers"] for group in ("fisher", "anchor"))
         held, few_enough = singly + self.in_blocks, len(self.blocks) <= _MOST
+        parents = (origin.merged or {}).get("parents", [])
+        free = describe.by_reason(origin.excluded).items()
         found = [
             ("name", origin.name),
             ("on the Hub", str(self.file) if isinstance(self.file, HubAddress) else ""),
-            ("made", " with ".join(filter(None, (origin.created, _versions(origin))))),
+            ("made", describe.joined(origin.created, ", ".join(describe.versions(origin.versions)), between=" with ")),
             ("size", f"{self.bytes:,} bytes"),
             ("sha256", self.sha256 or ""),
             ("verified", self.verified or ""),
@@ -101,27 +103,18 @@ class Inspection:
             *((f"  {layer}", _kept(block)) for layer, block in self.blocks.items() if every_layer or few_enough),
             ("model", origin.checkpoint.get("architecture") or "of no recorded architecture"),
             ("checkpoint", " ".join(filter(None, (origin.checkpoint.get("file"), origin.checkpoint.get("sha256"))))),
-            ("data", _data(origin)),
+            ("data", describe.data(origin.data, origin.samples)),
             ("curvature", _curvature(origin)),
-            ("stored as", "" if origin.curvature_storage is None else describe_storage(origin.curvature_storage)),
+            ("stored as", "" if origin.curvature_storage is None else describe.storage(origin.curvature_storage)),
             ("elsewhere", _elsewhere(origin)),
-            *(("probe", describe(probe, probe["bytes"])) for probe in self.probes),
-            ("scores", ", ".join(f"{name} {value:.4f}" for name, value in sorted(origin.scores.items()))),
+            *(("probe", describe.probe(probe, probe["bytes"])) for probe in self.probes),
+            ("scores", describe.scores(origin.scores)),
             ("classes", "" if origin.classes is None else ", ".join(origin.classes)),
-            ("normalisation", _normalisation(origin)),
-            ("left free", "; ".join(f"{names}: {reason}" for names, reason in origin.left_free(every=every_layer))),
-            ("trained under", "; ".join(map(_pulled, origin.lineage))),
+            ("normalisation", describe.normalisation(origin.normalisation)),
+            ("left free", "; ".join(f"{', '.join(n) if every_layer else few(n)}: {reason}" for reason, n in free)),
+            ("trained under", "; ".join(map(describe.ancestor, origin.lineage))),
+            *((f"parent {n}", describe.parent(parent)) for n, parent in enumerate(parents, start=1)),
         ]
-        if origin.merged is not None:
-            for number, parent in enumerate(origin.merged["parents"], start=1):
-                source = parent["provenance"]
-                found.append(
-                    (
-                        f"parent {number}",
-                        f"{source.get('name')}, lambda {parent['lambda']:g}, sha256 {parent['sha256']}"
-                        + (f", {parent['hub']}" if parent.get("hub") else ""),
-                    )
-                )
         return [(name, value) for name, value in found if value] + [("note", remark) for remark in self.remarks]
 
 
@@ -140,12 +133,6 @@ def _kept(block: StoredBlock) -> str:
         + f", {factor.bytes:,} bytes"
         for side, factor in (("input", block.input), ("output", block.output))
     )
-
-
-def _pulled(entry: Mapping[str, Any]) -> str:
-    """Say which anchor has pulled on the weights, and how hard."""
-    place = f", {entry['hub']}" if entry.get("hub") else ""
-    return f"{entry.get('name')} (lambda {entry.get('lambda')}{place})"
 
 
 def _elsewhere(origin: Provenance) -> str:
@@ -174,38 +161,11 @@ def _blocks(layers: Collection[StoredBlock]) -> str:
     return text if products == most else f"{text}, {products / most:.2f} of whole factors'"
 
 
-def _versions(origin: Provenance) -> str:
-    return ", ".join(f"{name} {version}" for name, version in origin.versions.items())
-
-
-def _data(origin: Provenance) -> str:
-    spec = origin.data.get("spec")
-    if not spec:
-        return ""
-    split = origin.data.get("split")
-    return f"{spec}{f', {split} split' if split else ''}, {origin.samples:,} of {origin.data.get('size')} samples"
-
-
 def _curvature(origin: Provenance) -> str:
-    if origin.merged is not None:
-        form = origin.merged.get("form")
-        how = "gamma" if form == "online" else "lineage"
-        faded = f", {how} {origin.merged.get(how)}"
-        kind = {"identity": "identity, ", "kfac": "K-FAC blocks and diagonal, "}.get(origin.curvature, "")
-        stands = origin.merged.get("kfac_sum")
-        faded += f", {stands} for sums of blocks" if stands else ""
-        off = max((origin.merged.get("kfac_distance") or {}).values(), default=0.0)
-        faded += f" (off by up to {off:.0%})" if off else ""
-        constant = sum(origin.constant.values())
-        return f"{kind}merged {form}{faded}, from {len(origin.merged['parents'])} anchors; constant {constant:.4g}"
-    if origin.curvature == "identity":
-        return "identity (plain L2)"
-    error = (origin.standard_error or {}).get("trace")
-    spread = "" if error is None else f", standard error of the trace {error:.1%}"
-    kind = "K-FAC blocks and diagonal" if origin.curvature == "kfac" else "diagonal"
-    return f"{kind} Fisher, {origin.estimator}, {origin.likelihood} likelihood, {origin.samples:,} samples{spread}"
-
-
-def _normalisation(origin: Provenance) -> str:
-    layers = origin.normalisation.get("layers") or []
-    return f"{len(layers)} layers, statistics {origin.normalisation.get('statistics')}" if layers else ""
+    constant = sum(origin.constant.values())
+    return describe.joined(
+        describe.curvature(vars(origin)),
+        describe.estimate(vars(origin)),
+        f"{origin.likelihood} likelihood",
+        f"constant {constant:.4g}" if origin.merged else "",
+    )

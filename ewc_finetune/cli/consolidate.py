@@ -11,6 +11,7 @@ from ewc_finetune.cli.command import Command
 from ewc_finetune.cli.declared import options_from
 from ewc_finetune.cli.options import dry_run_option, printing_options
 from ewc_finetune.curvature.options import ConsolidateOptions
+from ewc_finetune.errors import few
 
 if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
@@ -29,7 +30,7 @@ def consolidate(model: str, data: str, output: str | None, dry_run: bool, printe
     or with --trust-code a pickled module; no code in it is run otherwise. The data needs no labels, but for the
     empirical and batched estimators.
     """
-    from ewc_finetune.anchor.half_precision import describe
+    from ewc_finetune.anchor import describe
     from ewc_finetune.cli.layer_table import layer_table
     from ewc_finetune.commands.consolidate import consolidate as run
     from ewc_finetune.commands.consolidate import default_output
@@ -46,15 +47,15 @@ def consolidate(model: str, data: str, output: str | None, dry_run: bool, printe
     if origin.scores:
         known = [f"{name} {value:.4f}" for name, value in sorted(origin.scores.items())]
         printer.note(f"the checkpoint's own score: {', '.join(known)}")
-    for names, reason in origin.left_free(every=printer.verbose):
-        printer.note(f"left free: {names}, {reason}")
+    for reason, names in describe.by_reason(origin.excluded).items():
+        printer.note(f"left free: {', '.join(names) if printer.verbose else few(names)}, {reason}")
     if origin.standard_error and origin.standard_error["trace"] is not None:
         printer.note(
             f"{origin.estimator} Fisher of {origin.samples:,} samples; the standard error of its trace is "
             f"{origin.standard_error['trace']:.1%}"
         )
     if origin.curvature_storage is not None:
-        printer.note(describe(origin.curvature_storage))
+        printer.note(describe.storage(origin.curvature_storage))
     if origin.weights_reference is not None:
         printer.note(
             f"{len(origin.weights_reference['tensors'])} of {len(anchor.weights)} tensors of weights are not in the "

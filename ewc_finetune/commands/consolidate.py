@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from ewc_finetune._version import __version__
+from ewc_finetune.anchor import describe
 from ewc_finetune.anchor.anchor import Anchor, validate
 from ewc_finetune.anchor.half_precision import rounded
-from ewc_finetune.anchor.probe_tensors import Probe, describe
+from ewc_finetune.anchor.probe_tensors import Probe
 from ewc_finetune.anchor.provenance import Provenance
 from ewc_finetune.checkpoint.architecture import builds_by_itself
 from ewc_finetune.checkpoint.checkpoint import FROZEN
@@ -303,7 +304,7 @@ def _probes(todo: ConsolidationPlan, ready: _Pass) -> tuple[Probe, ...]:
         progress.note(
             f"{domain.name} has {probe.samples:,} samples, and all are kept: fewer than the {n:,} of the probe"
         )
-    progress.note(f"the anchor holds {describe(probe.record, probe.bytes)}: whoever has the anchor has them")
+    progress.note(f"the anchor holds {describe.probe(probe.record, probe.bytes)}: whoever has the anchor has them")
     return (probe,)
 
 

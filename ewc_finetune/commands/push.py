@@ -10,8 +10,9 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
+from ewc_finetune.anchor import describe
 from ewc_finetune.anchor.anchor import Anchor, validate
-from ewc_finetune.anchor.probe_tensors import bytes_of, describe, records_of
+from ewc_finetune.anchor.probe_tensors import bytes_of, records_of
 from ewc_finetune.anchor.provenance import Provenance
 from ewc_finetune.anchor.schema import groups_of, open_source
 from ewc_finetune.anchor.summary import Inspection
@@ -235,7 +236,7 @@ def _as_file(options: PushOptions, folder: Path) -> Path:
     for remark in opened.remarks:
         progress.note(remark)
     validate(opened)
-    held = [describe(*known) for known in zip(records_of(opened.probes), bytes_of(opened.probes), strict=True)]
+    held = [describe.probe(*known) for known in zip(records_of(opened.probes), bytes_of(opened.probes), strict=True)]
     if held and probes is None:
         raise UsageError(
             f"{opened.label} holds {' and '.join(held)}; say whether the Hub may have them: --probes or --no-probes"

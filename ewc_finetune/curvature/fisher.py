@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ewc_finetune.choices import ESTIMATORS, Estimator, KfacForm, check_choice
+from ewc_finetune.choices import ESTIMATORS, KFAC_FORMS, Estimator, KfacForm
 from ewc_finetune.curvature import fallback
 from ewc_finetune.curvature.backward_pass import Squares
 from ewc_finetune.curvature.batching import gathered
 from ewc_finetune.curvature.engine import Engine
 from ewc_finetune.curvature.kfac_factors import LARGEST, BlockSums, mirrored
 from ewc_finetune.curvature.kronecker_block import Block
-from ewc_finetune.curvature.kronecker_factors import Full
+from ewc_finetune.curvature.kronecker_factors import DenseFactor
+from ewc_finetune.curvature.options import check_sampling
 from ewc_finetune.curvature.standard_error import RunningError, StandardError
 from ewc_finetune.errors import ArchitectureError, DataError, DeviceError, NonFiniteError, UsageError
 from ewc_finetune.likelihood.base import Likelihood
@@ -28,17 +29,19 @@ from ewc_finetune.modules.batch import Inputs, count, detached, take
 from ewc_finetune.modules.devices import out_of_memory, random_state_kept
 from ewc_finetune.modules.modes import evaluating, unchanged, uncompiled
 from ewc_finetune.progress import Bar
+from ewc_finetune.specs.options import check_declared, option, takes
 
 # With so many outputs, `auto` still takes the exact estimator: one backward pass for each but one.
 AUTO_EXACT = 32
 # Fewer samples say too little of their own spread to stop by it.
 _LEAST_SAMPLES = 200
-
 # No more samples at once, since a chunk is summed in float32: 512 equal terms may lose 1e-5, a million 1e-2.
-_CHUNK = 512
-# Chunks that are added up in float32 before they go to the float64 totals, for models of so many weights at most.
-_BLOCK = 16
+_LARGEST_CHUNK = 512
+# For a small model, adding to the totals would take as long as the pass: so many chunks are added up in float32 before.
+_CHUNKS_TOGETHER = 16
+# The most weights of a small model.
 _SMALL = 4_000_000
+# Numbers that are added to a total at a time: a whole copy in the wider type costs more than the addition.
 _PIECE = 1 << 18
 
 
@@ -67,41 +70,86 @@ class Fisher:
     path: str
 
 
-def compute_fisher(
-    model: nn.Module,
-    batches: Iterable[tuple[Inputs, Tensor | None]],
-    likelihood: Likelihood,
-    estimator: Estimator = "auto",
-    *,
-    kfac: KfacForm | None = None,
-    parameters: Mapping[str, Tensor] | None = None,
-    draws: int = 1,
-    rtol: float | None = None,
-    rules: bool = True,
-    generator: torch.Generator | None = None,
-    bar: Bar | None = None,
-    note: Callable[[str], None] = lambda _: None,
-) -> Fisher:
+@dataclass(frozen=True)
+class FisherOptions:
+    """What `compute_fisher` is asked for."""
+
+    model: nn.Module = option(help="Maps a batch of inputs to outputs, each sample by itself.")
+    batches: Iterable[tuple[Inputs, Tensor | None]] = option(
+        help="Inputs and labels (or None) on the model's device. `batched` squares the mean of each as it comes."
+    )
+    likelihood: Likelihood = option(help="Turns outputs into log p(y | x).")
+    estimator: Estimator = option(
+        "auto",
+        "Whose labels are used; `auto` is `exact` for up to 32 outputs and `sampled` beyond.",
+        choices=ESTIMATORS,
+    )
+    _: KW_ONLY
+    kfac: KfacForm | None = option(
+        None,
+        "Take Kronecker-factored blocks for the weights of linear maps and convolutions, each with its bias, and do "
+        "this with several positions of a sample (`expand` or `reduce`); the diagonal for all others. None takes the "
+        "diagonal of all.",
+        choices=KFAC_FORMS,
+    )
+    parameters: Mapping[str, Tensor] | None = option(
+        None, "Those to differentiate by; all that require a gradient unless given."
+    )
+    draws: int = option(1, "How many labels `sampled` draws for each sample.", least=1)
+    rtol: float | None = option(
+        None,
+        "Stop when the standard error of the trace, relative to it, is no larger; after 200 samples at least.",
+    )
+    rules: bool = option(
+        True, "Whether to use layer rules, which are fast; without them each parameter takes the fallback."
+    )
+    generator: torch.Generator | None = option(
+        None, "Source of `sampled` labels, on the CPU; seeded with 0 unless given."
+    )
+    bar: Bar | None = option(None, "Told of every chunk of samples.")
+    note: Callable[[str], None] = option(lambda _: None, "Told what was chosen, and of what went otherwise than asked.")
+
+    def check(self) -> None:
+        """Refuse values that can never be right, and options that do not go together.
+
+        Raises:
+            UsageError: naming the option, its value and what is expected.
+        """
+        check_declared(self)
+        check_sampling(self.estimator, self.draws, self.rtol is not None)
+        if self.kfac is not None and (self.estimator == "batched" or not self.rules):
+            raise UsageError(
+                "K-FAC blocks are made by layer rules, of single samples: not with batched, nor without rules"
+            )
+
+    def chosen_parameters(self) -> Mapping[str, Tensor]:
+        """Return the parameters to differentiate by.
+
+        Raises:
+            ArchitectureError: if one is not of real numbers.
+            UsageError: if there are none.
+        """
+        parameters = self.parameters
+        if parameters is None:
+            parameters = {
+                name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
+            }
+        for name, parameter in parameters.items():
+            if not parameter.is_floating_point():
+                raise ArchitectureError(
+                    f"{name} has type {parameter.dtype}; a Fisher is of real parameters. Exclude it"
+                )
+        if not parameters:
+            raise UsageError("there is no parameter to compute a Fisher for: all are frozen or excluded")
+        return parameters
+
+
+@takes(FisherOptions)
+def compute_fisher(options: FisherOptions) -> Fisher:
     """Compute the Fisher information, `F = mean_n E_y[g g^T]` with `g = d log p(y | x_n) / d theta`: parts of it.
 
     What stands for E_y is the estimator's choice (Kirkpatrick et al. 2017, section 2). The model is used in eval mode
     and left exactly as it was: modes, buffers, gradients, flags, hooks, random state.
-
-    Args:
-        model: Maps a batch of inputs to outputs, each sample by itself.
-        batches: Inputs and labels (or None) on the model's device. `batched` squares the mean of each as it comes.
-        likelihood: Turns outputs into log p(y | x).
-        estimator: Whose labels are used; `auto` is `exact` for up to 32 outputs and `sampled` beyond.
-        kfac: Take Kronecker-factored blocks for the weights of linear maps and convolutions, each with its bias, and
-            do this with several positions of a sample (`expand` or `reduce`); the diagonal for all others. None takes
-            the diagonal of all.
-        parameters: Those to differentiate by; all that require a gradient unless given.
-        draws: How many labels `sampled` draws for each sample.
-        rtol: Stop when the standard error of the trace, relative to it, is no larger; after 200 samples at least.
-        rules: Whether to use layer rules, which are fast; without them each parameter takes the fallback.
-        generator: Source of `sampled` labels, on the CPU; seeded with 0 unless given.
-        bar: Told of every chunk of samples.
-        note: Told what was chosen, and of what went otherwise than asked.
 
     Raises:
         UsageError: for an unknown estimator, options that don't go with it, or no parameters.
@@ -110,75 +158,49 @@ def compute_fisher(
         NonFiniteError: if outputs or gradients hold NaN or infinity; the sample and parameter are named.
         DeviceError: if not even one sample fits into memory.
     """
-    check_choice("estimator", estimator, ESTIMATORS)
-    if type(draws) is not int or draws < 1:
-        raise UsageError(f"draws is {draws}; expected a whole number, at least 1")
-    if draws > 1 and estimator not in ("sampled", "auto"):
-        raise UsageError(f"draws is {draws}, and the {estimator} estimator draws nothing; use sampled")
-    if rtol is not None and estimator == "batched":
-        raise UsageError("the batched estimator has no standard error to stop at; give a number of samples")
-    if parameters is None:
-        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    for name, parameter in parameters.items():
-        if not parameter.is_floating_point():
-            raise ArchitectureError(f"{name} has type {parameter.dtype}; a Fisher is of real parameters. Exclude it")
-    if not parameters:
-        raise UsageError("there is no parameter to compute a Fisher for: all are frozen or excluded")
-    draw = generator or torch.Generator().manual_seed(0)
-    if kfac is not None and (estimator == "batched" or not rules):
-        raise UsageError("K-FAC blocks are made by layer rules, of single samples: not with batched, nor without rules")
-    run = _Run(model, parameters, likelihood, estimator, draws, rules, kfac, draw, note)
+    options.check()
+    run = _Pass(options)
+    model, rtol = options.model, options.rtol
     with evaluating(model), unchanged(model), uncompiled(model), random_state_kept(run.device):
-        for inputs, targets in gathered(batches, run.good_size):
-            run.add(detached(inputs), targets, bar)
-            reached = run.error.relative().trace if rtol is not None else None
-            if rtol is not None and reached is not None and reached <= rtol and run.samples >= _LEAST_SAMPLES:
-                note(f"stopped after {run.samples:,} samples: the trace's standard error is {reached:.1%}")
+        for inputs, targets in gathered(options.batches, run.good_size):
+            run.add(detached(inputs), targets)
+            if rtol is None or run.samples < _LEAST_SAMPLES:
+                continue
+            reached = run.error.relative().trace
+            if reached is not None and reached <= rtol:
+                options.note(f"stopped after {run.samples:,} samples: the trace's standard error is {reached:.1%}")
                 break
         else:
             if rtol is not None:
-                note(f"all {run.samples:,} samples are seen before the trace's standard error is {rtol:.1%}")
+                options.note(f"all {run.samples:,} samples are seen before the trace's standard error is {rtol:.1%}")
     return run.result()
 
 
-class _Run:
+class _Pass:
     """The state of one pass."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        parameters: Mapping[str, Tensor],
-        likelihood: Likelihood,
-        estimator: Estimator,
-        draws: int,
-        rules: bool,
-        kfac: KfacForm | None,
-        generator: torch.Generator,
-        note: Callable[[str], None],
-    ) -> None:
-        self.model = model
-        self.parameters = parameters
-        self.likelihood = likelihood
-        self.estimator = estimator
-        self.draws = draws
-        self.kfac = kfac
-        self.generator = generator
-        self.note = note
-        self.engine = Engine(model, parameters, rules)
-        self.device = next(iter(parameters.values())).device
+    def __init__(self, options: FisherOptions) -> None:
+        self.options = options
+        self.parameters = options.chosen_parameters()
+        self.estimator: Estimator = options.estimator  # what it is, once `auto` is resolved
+        self.generator = options.generator or torch.Generator().manual_seed(0)
+        self.engine = Engine(options.model, self.parameters, options.rules)
+        self.device = next(iter(self.parameters.values())).device
         # float64 so that a million samples lose nothing.
-        dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        self.totals = {n: torch.zeros(p.shape, dtype=dtype, device=self.device) for n, p in parameters.items()}
-        # Of each layer with a block, the sums of its two factors.
-        self.blocks: dict[str, tuple[Tensor, Tensor]] = {}
-        # For a small model, adding to them would take as long as the pass itself: a few chunks are added up before.
-        self.block: dict[str, Tensor] = {}
-        self.recent_blocks: dict[str, tuple[Tensor, ...]] = {}
-        self.block_length = _BLOCK if sum(p.numel() for p in parameters.values()) <= _SMALL else 1
-        self.recent = 0
-        self.error = RunningError(list(parameters), self.device)
+        self.wide = torch.float32 if self.device.type == "mps" else torch.float64
+        # By parameter the sum of squares, or by weight of a layer with a block the sums of its two factors.
+        self.totals: dict[str, tuple[Tensor, ...]] = {n: (self._zeros(*p.shape),) for n, p in self.parameters.items()}
+        # The same of the latest chunks, which are not in the totals yet.
+        self.recent: dict[str, tuple[Tensor, ...]] = {}
+        self.recent_chunks = 0
+        small = sum(p.numel() for p in self.parameters.values()) <= _SMALL
+        self.chunks_together = _CHUNKS_TOGETHER if small else 1
+        self.error = RunningError(list(self.parameters), self.device)
         self.samples, self.loss, self.right, self.labelled = 0, 0.0, 0.0, True
-        self.limit = _CHUNK  # less once it is known that so many don't fit into memory
+        self.limit = _LARGEST_CHUNK  # less once it is known that so many don't fit into memory
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.wide, device=self.device)
 
     def good_size(self, inputs: Inputs) -> int:
         """Return how many samples of small batches go into one chunk."""
@@ -191,7 +213,7 @@ class _Run:
                 raise
             return 1
 
-    def add(self, inputs: Inputs, targets: Tensor | None, bar: Bar | None) -> None:
+    def add(self, inputs: Inputs, targets: Tensor | None) -> None:
         """Take in one batch, in chunks that fit; none of it counts before all of a chunk is done."""
         size, start = count(inputs), 0
         while start < size:
@@ -207,8 +229,8 @@ class _Run:
                 self._halve(stop - start, error)
                 continue
             self._commit(outputs, labels, squares, blocks)
-            if bar is not None:
-                bar.advance(stop - start)
+            if self.options.bar is not None:
+                self.options.bar.advance(stop - start)
             start = stop
 
     def _halve(self, size: int, error: BaseException) -> None:
@@ -224,21 +246,24 @@ class _Run:
         self.limit = size // 2
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.note(f"out of memory with {size} samples at once; going on with {self.limit}")
+        self.options.note(f"out of memory with {size} samples at once; going on with {self.limit}")
 
     def _chunk(self, inputs: Inputs, targets: Tensor | None) -> tuple[Tensor, Squares, list[BlockSums]]:
         if self.estimator == "batched":
             outputs, squares = fallback.batch_mean(
-                self.model, self.parameters, inputs, lambda outputs: self._factors(outputs, inputs, targets)
+                self.options.model,
+                self.parameters,
+                inputs,
+                lambda outputs: self._factors(outputs, inputs, targets),
             )
             return outputs, squares, []
-        if self.kfac is not None and not self.samples and not self.blocks:
-            self._choose_layers(inputs, self.kfac)
+        if self.options.kfac is not None and not self.samples and not self.engine.layers:
+            self._choose_layers(inputs, self.options.kfac)
         if self.estimator == "auto":
             number = math.prod(self.engine.plan(inputs).output_shape)
             self.estimator = "exact" if number <= AUTO_EXACT else "sampled"
-            ignored = ", which draws nothing" if self.draws > 1 and self.estimator == "exact" else ""
-            self.note(f"estimator: {self.estimator}, for a model with {number:,} outputs{ignored}")
+            ignored = ", which draws nothing" if self.options.draws > 1 and self.estimator == "exact" else ""
+            self.options.note(f"estimator: {self.estimator}, for a model with {number:,} outputs{ignored}")
         return self.engine.squares(inputs, lambda outputs: self._factors(outputs, inputs, targets))
 
     def _choose_layers(self, inputs: Inputs, form: KfacForm) -> None:
@@ -246,21 +271,16 @@ class _Run:
         self.engine.form = form
         for layer in self.engine.plan(inputs).layers:
             if max(layer.inputs - (layer.bias is not None), layer.outputs) > LARGEST:
-                self.note(
+                self.options.note(
                     f"{layer.weight}: factors of {layer.inputs:,} and {layer.outputs:,} rows are too large for K-FAC "
                     f"(up to {LARGEST:,}); it gets the diagonal"
                 )
                 continue
             self.engine.layers[layer.weight] = layer
-            for name in (layer.weight, layer.bias):
-                if name is not None:
-                    del self.totals[name]
-            dtype = torch.float32 if self.device.type == "mps" else torch.float64
-            self.blocks[layer.weight] = (
-                torch.zeros(layer.inputs, layer.inputs, dtype=dtype, device=self.device),
-                torch.zeros(layer.outputs, layer.outputs, dtype=dtype, device=self.device),
-            )
-        if not self.blocks:
+            if layer.bias is not None:
+                del self.totals[layer.bias]
+            self.totals[layer.weight] = tuple(self._zeros(rows, rows) for rows in (layer.inputs, layer.outputs))
+        if not self.engine.layers:
             raise ArchitectureError(
                 "there is no layer for K-FAC: it is of linear maps and convolutions whose weights are used once. "
                 "Use the diagonal"
@@ -268,7 +288,7 @@ class _Run:
 
     def _factors(self, outputs: Tensor, inputs: Inputs, targets: Tensor | None) -> Factors:
         """Return the vectors for these outputs, once outputs and targets are known to suit."""
-        size = count(inputs)
+        size, likelihood = count(inputs), self.options.likelihood
         where = f"samples {self.samples} to {self.samples + size - 1}"
         if outputs.ndim == 0 or len(outputs) != size:
             raise DataError(
@@ -281,41 +301,37 @@ class _Run:
                 f"{where}: the model's outputs for sample number {bad} of these hold NaN or infinity. "
                 "Check the weights and that sample's input"
             )
-        self.likelihood.check_outputs(outputs, where)
+        likelihood.check_outputs(outputs, where)
         if targets is not None:
-            self.likelihood.check_targets(targets, tuple(outputs.shape[1:]), where)
-        return self.likelihood.factors(outputs, targets, self.estimator, self.generator, self.draws)
+            likelihood.check_targets(targets, tuple(outputs.shape[1:]), where)
+        return likelihood.factors(outputs, targets, self.estimator, self.generator, self.options.draws)
 
     def _commit(self, outputs: Tensor, targets: Tensor | None, squares: Squares, blocks: Sequence[BlockSums]) -> None:
         """Count a chunk that is done."""
         size = len(outputs)
-        parts = {name: part for name, (_, part) in squares.items()}
-        parts |= {block.layer.weight: block.by_sample for block in blocks}
-        zero = torch.zeros(size, dtype=next(iter(parts.values())).dtype if parts else None, device=self.device)
-        by_sample = torch.stack([parts.get(name, zero) for name in self.parameters])
+        traces = {name: part for name, (_, part) in squares.items()}
+        traces |= {block.layer.weight: block.by_sample for block in blocks}
+        zero = torch.zeros(size, dtype=next(iter(traces.values())).dtype if traces else None, device=self.device)
+        by_sample = torch.stack([traces.get(name, zero) for name in self.parameters])
         if not by_sample.sum().isfinite():
             self._refuse(by_sample)
-        for block in blocks:
-            sums = (block.input, block.output)
-            if block.layer.weight in self.recent_blocks:
-                for total, part in zip(self.recent_blocks[block.layer.weight], sums, strict=True):
+        sums: dict[str, tuple[Tensor, ...]] = {name: (value,) for name, (value, _) in squares.items()}
+        sums |= {block.layer.weight: (block.input, block.output) for block in blocks}
+        for name, parts in sums.items():
+            if name in self.recent:
+                for total, part in zip(self.recent[name], parts, strict=True):
                     total.add_(part)
             else:
-                self.recent_blocks[block.layer.weight] = sums
-        for name, (value, _) in squares.items():
-            if name in self.block:
-                self.block[name] += value
-            else:
-                self.block[name] = value
-        self.recent += 1
-        if self.recent >= self.block_length:
+                self.recent[name] = parts
+        self.recent_chunks += 1
+        if self.recent_chunks >= self.chunks_together:
             self._flush()
         self.error.add(by_sample)
         if targets is None:
             self.labelled = False
         else:
-            self.loss += self.likelihood.loss(outputs, targets).item() * size
-            self.right += self.likelihood.right(outputs, targets).item()
+            self.loss += self.options.likelihood.loss(outputs, targets).item() * size
+            self.right += self.options.likelihood.right(outputs, targets).item()
         self.samples += size
 
     def _refuse(self, by_sample: Tensor) -> None:
@@ -329,16 +345,13 @@ class _Run:
         )
 
     def _flush(self) -> None:
-        """Add the block of recent chunks to the totals, in their wider type."""
-        for name, squares in self.block.items():
-            flat, total = squares.reshape(-1), self.totals[name].view(-1)
-            # In pieces: a whole copy in the wider type costs more than the addition.
-            for start in range(0, flat.numel(), _PIECE):
-                total[start : start + _PIECE] += flat[start : start + _PIECE]
-        for name, sums in self.recent_blocks.items():
-            for part, total in zip(sums, self.blocks[name], strict=True):
-                total.add_(part)
-        self.block, self.recent_blocks, self.recent = {}, {}, 0
+        """Add the sums of the latest chunks to the totals, in their wider type."""
+        for name, parts in self.recent.items():
+            for part, total in zip(parts, self.totals[name], strict=True):
+                narrow, flat = part.reshape(-1), total.view(-1)
+                for start in range(0, flat.numel(), _PIECE):
+                    flat[start : start + _PIECE] += narrow[start : start + _PIECE]
+        self.recent, self.recent_chunks = {}, 0
 
     def result(self) -> Fisher:
         """Return what was found.
@@ -349,24 +362,20 @@ class _Run:
         if self.samples == 0:
             raise DataError("there is not one sample in the data, and no Fisher without one")
         self._flush()
-        scores = {}
+        metric, layers, scores = self.options.likelihood.metric, self.engine.layers, {}
         if self.labelled:
             scores["loss"] = self.loss / self.samples
-            if self.likelihood.metric is not None:
-                scores[self.likelihood.metric] = self.right / self.samples
+            if metric is not None:
+                scores[metric] = self.right / self.samples
         batched = self.estimator == "batched"
-        unreached = [name for name, total in self.totals.items() if not total.any()]
-        blocks = [
-            Block(
-                layer.weight,
-                layer.bias,
-                layer.transposed,
-                *(Full(mirrored(t) / self.samples) for t in self.blocks[name]),
-            )
-            for name, layer in self.engine.layers.items()
-        ]
+        squares = {name: total for name, (total, *_) in self.totals.items() if name not in layers}
+        unreached = [name for name, total in squares.items() if not total.any()]
+        blocks = []
+        for name, layer in layers.items():
+            factors = (DenseFactor(mirrored(total) / self.samples) for total in self.totals[name])
+            blocks.append(Block(name, layer.bias, layer.transposed, *factors))
         return Fisher(
-            values={name: total.div_(self.samples) for name, total in self.totals.items()},
+            values={name: total.div_(self.samples) for name, total in squares.items()},
             blocks=blocks,
             samples=self.samples,
             scores=scores,

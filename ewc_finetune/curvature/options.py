@@ -212,13 +212,22 @@ class ConsolidateOptions(Computing, Estimating, Storing, Consolidating, Told):
         samples, draws, estimator = self.samples, self.draws, self.estimator
         if samples is not None and samples != "auto" and (type(samples) is not int or samples < 1):
             raise UsageError(f"samples is {samples}; expected auto or a whole number, at least 1")
-        if draws > 1 and estimator not in ("sampled", "auto"):
-            raise UsageError(f"draws is {draws}, and the {estimator} estimator draws nothing; use sampled")
+        check_sampling(estimator, draws, samples == "auto")
         if not 0 < self.rtol < 1:
             raise UsageError(f"rtol is {self.rtol:g}; expected more than 0 and less than 1")
-        if samples == "auto" and estimator == "batched":
-            raise UsageError("the batched estimator has no standard error to stop at; give a number of samples")
         if self.curvature == "identity" and (samples is not None or draws != 1 or estimator != "auto"):
             raise UsageError(
                 "the identity is of no samples: estimator, draws and samples belong to the diagonal curvature"
             )
+
+
+def check_sampling(estimator: Estimator, draws: int, stops: bool) -> None:
+    """Refuse draws, and a standard error at which the pass stops, of an estimator that has none.
+
+    Raises:
+        UsageError: saying what to do instead.
+    """
+    if draws > 1 and estimator not in ("sampled", "auto"):
+        raise UsageError(f"draws is {draws}, and the {estimator} estimator draws nothing; use sampled")
+    if stops and estimator == "batched":
+        raise UsageError("the batched estimator has no standard error to stop at; give a number of samples")

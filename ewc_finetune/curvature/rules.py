@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,8 @@ from ewc_finetune.curvature.per_sample_gradients import Dense, DenseSequence, Fi
 from ewc_finetune.modules.precision import wide
 
 Maker = Callable[[Stack], Use]
-Rule = Callable[..., Iterator[tuple[Tensor, Maker | None]]]
+Makers = Iterator[tuple[Tensor, Maker | None]]
+Rule = Callable[..., Makers]
 # What a parameter multiplies, for some of the samples, once it is known how they are stacked.
 Factor = Callable[[Stack], Callable[[slice], Tensor]]
 ModuleRule = Callable[[nn.Module, tuple[Any, ...], Tensor], Mapping[str, Tensor]]
@@ -94,26 +95,21 @@ def _of(tensor: Tensor) -> Factor:
 
 
 @_rule(functional.linear)
-def _linear(
-    output: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-) -> Iterator[tuple[Tensor, Maker | None]]:
+def _linear(output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Makers:
     yield weight, _dense(weight, input)
     if bias is not None:
         yield bias, _spread(bias, _trailing(bias, output))
 
 
 @_rule(torch.addmm)
-def _addmm(output: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor) -> Iterator[tuple[Tensor, Maker | None]]:
+def _addmm(output: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor) -> Makers:
     yield input, _spread(input, _trailing(input, output))
     yield mat2, _dense(mat2, mat1, transposed=True)
     yield mat1, None
 
 
 @_rule(torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm)
-def _matmul(output: Tensor, input: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Maker | None]]:
+def _matmul(output: Tensor, input: Tensor, other: Tensor) -> Makers:
     yield other, _dense(other, input, transposed=True) if other.ndim == 2 and input.ndim >= 2 else None
     yield input, None
 
@@ -128,7 +124,7 @@ def _embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> Iterator[tuple[Tensor, Maker | None]]:
+) -> Makers:
     if max_norm is not None or scale_grad_by_freq:
         yield weight, None
         return
@@ -136,35 +132,13 @@ def _embedding(
     yield weight, lambda stack: Lookup(weight.shape, stack(input), padding)
 
 
-def _filters(  # one body for both directions
-    output: Tensor,
-    inputs: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    output_padding: Any,
-    groups: int,
-    transposed: bool,
-) -> Iterator[tuple[Tensor, Maker | None]]:
-    def numbers(value: Any) -> tuple[int, ...]:
-        return (value,) * (weight.ndim - 2) if isinstance(value, int) else tuple(value)
+def _for_each_dimension(value: Any, weight: Tensor) -> tuple[int, ...]:
+    return (value,) * (weight.ndim - 2) if isinstance(value, int) else tuple(value)
 
+
+def _filters(output: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Makers:
     if bias is not None:
         yield bias, _spread(bias, _channels(bias, output))
-    stride, dilation = numbers(stride), numbers(dilation)
-    if padding == "valid":
-        padding = 0
-    elif padding == "same":
-        total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-        if any(t % 2 for t in total):
-            # Both sides can't be alike; the right one gets more.
-            sides = [side for t in reversed(total) for side in (t // 2, t - t // 2)]
-            inputs, padding = functional.pad(inputs, sides), 0
-        else:
-            padding = [t // 2 for t in total]
-    convolution = Convolution(stride, numbers(padding), dilation, numbers(output_padding), groups, transposed)
     yield weight, lambda stack: Filter(weight.shape, stack(inputs), convolution)
 
 
@@ -178,23 +152,42 @@ def _convolution(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-) -> Iterator[tuple[Tensor, Maker | None]]:
-    return _filters(output, input, weight, bias, stride, padding, dilation, 0, groups, transposed=False)
+) -> Makers:
+    padded = input
+    stride, dilation, none = (_for_each_dimension(value, weight) for value in (stride, dilation, 0))
+    if padding == "valid":
+        padding = 0
+    elif padding == "same":
+        total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        if any(t % 2 for t in total):
+            # The two sides of a dimension cannot get as much: the right one gets one more.
+            sides = [side for t in reversed(total) for side in (t // 2, t - t // 2)]
+            padded, padding = functional.pad(input, sides), 0
+        else:
+            padding = [t // 2 for t in total]
+    convolution = Convolution(stride, _for_each_dimension(padding, weight), dilation, none, groups)
+    return _filters(output, padded, weight, bias, convolution)
+
+
+class _TransposedOptions(NamedTuple):
+    """The last arguments of torch's transposed convolutions, in their order."""
+
+    stride: Any = 1
+    padding: Any = 0
+    output_padding: Any = 0
+    groups: int = 1
+    dilation: Any = 1
 
 
 @_rule(functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)
 def _transposed_convolution(
-    output: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> Iterator[tuple[Tensor, Maker | None]]:
-    return _filters(output, input, weight, bias, stride, padding, dilation, output_padding, groups, transposed=True)
+    output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None, *last: Any, **named: Any
+) -> Makers:
+    options = _TransposedOptions(*last, **named)
+    sizes = (options.stride, options.padding, options.dilation, options.output_padding)
+    stride, padding, dilation, output_padding = (_for_each_dimension(size, weight) for size in sizes)
+    convolution = Convolution(stride, padding, dilation, output_padding, options.groups, transposed=True)
+    return _filters(output, input, weight, bias, convolution)
 
 
 def _normalised(
@@ -203,7 +196,7 @@ def _normalised(
     bias: Tensor | None,
     view: Callable[[Tensor, Tensor], tuple[int, ...]],
     normalise: Callable[[], Tensor],
-) -> Iterator[tuple[Tensor, Maker | None]]:
+) -> Makers:
     """Scale and shift behind a normalisation; `normalise` gives what the scale multiplies (the weight may be 0)."""
     if bias is not None:
         yield bias, _spread(bias, view(bias, output))
@@ -231,18 +224,14 @@ def _layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-) -> Iterator[tuple[Tensor, Maker | None]]:
+) -> Makers:
     return _normalised(output, weight, bias, _trailing, lambda: functional.layer_norm(input, normalized_shape, eps=eps))
 
 
 @_rule(functional.rms_norm)
 def _rms_norm(
-    output: Tensor,
-    input: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Iterator[tuple[Tensor, Maker | None]]:
+    output: Tensor, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Makers:
     return _normalised(output, weight, None, _trailing, lambda: functional.rms_norm(input, normalized_shape, eps=eps))
 
 
@@ -254,8 +243,16 @@ def _group_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-) -> Iterator[tuple[Tensor, Maker | None]]:
+) -> Makers:
     return _normalised(output, weight, bias, _channels, lambda: functional.group_norm(input, num_groups, eps=eps))
+
+
+class _BatchNormOptions(NamedTuple):
+    """The last arguments of torch's batch norm, in their order."""
+
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
 
 
 @_rule(functional.batch_norm)
@@ -266,10 +263,9 @@ def _batch_norm(
     running_var: Tensor | None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Iterator[tuple[Tensor, Maker | None]]:
+    *last: Any,
+    **named: Any,
+) -> Makers:
     if bias is not None:
         yield bias, _spread(bias, _channels(bias, output))
     if weight is None:
@@ -279,16 +275,9 @@ def _batch_norm(
         return
     view = _channels(weight, output)
     mean = running_mean.view(view)
+    scale = wide(running_var + _BatchNormOptions(*last, **named).eps).rsqrt()
     # Not by batch_norm itself, which is several times slower than a subtraction.
-    yield (
-        weight,
-        _spread(
-            weight,
-            view,
-            lambda stack: lambda samples: wide(stack(input)[samples]) - mean,
-            wide(running_var + eps).rsqrt(),
-        ),
-    )
+    yield weight, _spread(weight, view, lambda stack: lambda samples: wide(stack(input)[samples]) - mean, scale)
 
 
 def _affine(
@@ -320,6 +309,14 @@ def _affine(
 FORMS[functional.batch_norm] = _affine
 
 
+class _InstanceNormOptions(NamedTuple):
+    """The last arguments of torch's instance norm, in their order."""
+
+    use_input_stats: bool = True
+    momentum: float = 0.1
+    eps: float = 1e-5
+
+
 @_rule(functional.instance_norm)
 def _instance_norm(
     output: Tensor,
@@ -328,33 +325,28 @@ def _instance_norm(
     running_var: Tensor | None = None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Iterator[tuple[Tensor, Maker | None]]:
+    *last: Any,
+    **named: Any,
+) -> Makers:
+    own, _, eps = _InstanceNormOptions(*last, **named)
+    mean, var = (None, None) if own else (running_mean, running_var)
     return _normalised(
         output,
         weight,
         bias,
         _channels,
-        lambda: functional.instance_norm(
-            input,
-            None if use_input_stats else running_mean,
-            None if use_input_stats else running_var,
-            use_input_stats=use_input_stats,
-            eps=eps,
-        ),
+        lambda: functional.instance_norm(input, mean, var, use_input_stats=own, eps=eps),
     )
 
 
 @_rule(functional.prelu, torch.Tensor.prelu)
-def _prelu(output: Tensor, input: Tensor, weight: Tensor) -> Iterator[tuple[Tensor, Maker | None]]:
+def _prelu(output: Tensor, input: Tensor, weight: Tensor) -> Makers:
     view = _channels(weight, output) if weight.numel() > 1 else (1,) * output.ndim
     yield weight, _spread(weight, view, lambda stack: lambda samples: stack(input)[samples].clamp(max=0))
 
 
 @_rule(torch.Tensor.add, torch.add, torch.Tensor.add_)
-def _add(output: Tensor, input: Any, other: Any, *, alpha: float = 1) -> Iterator[tuple[Tensor, Maker | None]]:
+def _add(output: Tensor, input: Any, other: Any, *, alpha: float = 1) -> Makers:
     for operand in (input, other):
         if isinstance(operand, Tensor):
             known = alpha == 1 and input is not other
@@ -362,7 +354,7 @@ def _add(output: Tensor, input: Any, other: Any, *, alpha: float = 1) -> Iterato
 
 
 @_rule(torch.Tensor.mul, torch.mul)
-def _mul(output: Tensor, input: Any, other: Any) -> Iterator[tuple[Tensor, Maker | None]]:
+def _mul(output: Tensor, input: Any, other: Any) -> Makers:
     for operand, factor in ((input, other), (other, input)):
         if isinstance(operand, Tensor):
             known = isinstance(factor, Tensor) and factor is not operand
@@ -373,5 +365,5 @@ def _mul(output: Tensor, input: Any, other: Any) -> Iterator[tuple[Tensor, Maker
 
 
 @_rule(torch.Tensor.expand)
-def _expand(output: Tensor, input: Tensor, *sizes: Any) -> Iterator[tuple[Tensor, Maker | None]]:
+def _expand(output: Tensor, input: Tensor, *sizes: Any) -> Makers:
     yield input, _spread(input, _trailing(input, output))

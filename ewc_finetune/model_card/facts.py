@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeGuard
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from ewc_finetune.anchor.half_precision import describe
+from ewc_finetune.anchor import describe
+from ewc_finetune.anchor.describe import counted, joined, labelled
 from ewc_finetune.anchor.provenance import Provenance
 from ewc_finetune.anchor.summary import Inspection
 from ewc_finetune.data.transform import Transform, is_transform
 from ewc_finetune.model_card.published import Published
-from ewc_finetune.model_card.text import (
-    code,
-    code_of,
-    counted,
-    joined,
-    labelled,
-    last_part,
-    name_of,
-    number_of,
-    place_of,
-    some,
-)
+from ewc_finetune.model_card.text import code, code_of, last_part, name_of, place_of, some
 
 # How many anchors that it comes from have a row or line each, and how many classes are named.
 _PARENTS, _CLASSES = 24, 12
@@ -44,6 +34,9 @@ _LIKELIHOODS = {
     "bernoulli": "bernoulli: each output is a yes or no of its own",
     "gaussian": "gaussian: outputs are means, of unit variance",
 }
+# How the texts of the file are quoted that say what the data was, or what an anchor is called and where it is.
+_DATA = {"spec": place_of, "split": code_of}
+_ANCHOR = {"name": name_of, "sha256": code_of, "hub": code_of}
 
 
 def facts(found: Inspection, place: Published) -> str:
@@ -53,23 +46,26 @@ def facts(found: Inspection, place: Published) -> str:
         ("Base model", _base_model(origin, place)),
         ("Architecture", _architecture(origin)),
         ("Weights", _weights(found)),
-        ("Data", _data(origin.data)),
+        ("Data", describe.data(_quoted(origin.data, **_DATA))),
         ("Fingerprint of the samples used", code_of(origin.data.get("fingerprint"))),
         ("Input", _input(origin.input)),
         ("Classes", f"{len(origin.classes):,}: {some(origin.classes, most=_CLASSES)}" if origin.classes else ""),
-        ("Scores of the model on the data", _scores(origin.scores)),
+        (
+            "Scores of the model on the data",
+            _scores(origin.scores),
+        ),
         ("Curvature", _curvature(found)),
-        ("Stored as", "" if origin.curvature_storage is None else describe(origin.curvature_storage)),
+        ("Stored as", "" if origin.curvature_storage is None else describe.storage(origin.curvature_storage)),
         ("Estimator", _estimator(origin)),
         ("Samples", _samples(origin)),
         ("Likelihood", _LIKELIHOODS.get(origin.likelihood) or code(origin.likelihood)),
         ("Normalisation", _normalisation(origin)),
         ("Left free", _left_free(origin.excluded)),
         ("Last layer", _head(origin)),
-        ("Trained before under", some(origin.lineage, _pulled, most=_PARENTS, between="<br>")),
+        ("Trained before under", some(origin.lineage, _ancestor, most=_PARENTS, between="<br>")),
         *_parents(origin),
         *(("Probe", _probe(probe)) for probe in found.probes[:_PARENTS]),
-        ("File", f"{code(last_part(place.file))}, {_size(found.bytes)} ({found.bytes:,} bytes)"),
+        ("File", f"{code(last_part(place.file))}, {describe.size(found.bytes)} ({found.bytes:,} bytes)"),
         ("SHA-256", code(place.digest)),
         ("Made with", _made(origin)),
         ("Licence", code_of(place.license)),
@@ -103,19 +99,6 @@ def _weights(found: Inspection) -> str:
     return f"{text}. What they are is not in the file: they are fetched from {files} of {place}, and checked"
 
 
-def _data(data: Mapping[str, Any]) -> str:
-    split, size = data.get("split"), data.get("size")
-    return joined(
-        place_of(data.get("spec")),
-        f"{code(split)} split" if isinstance(split, str) and split else "",
-        counted(size, "sample") if _is_count(size) else "",
-    )
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
 def _input(layout: Mapping[str, Any]) -> str:
     names, shape = layout.get("names"), layout.get("shape")
     if isinstance(names, dict):
@@ -136,13 +119,8 @@ def _normalised(layout: Mapping[str, Any]) -> str:
 
 
 def _scores(scores: Mapping[str, float]) -> str:
-    return joined(*(_score(name, value) for name, value in sorted(scores.items())))
-
-
-def _score(name: str, value: float) -> str:
-    if name == "accuracy":
-        return f"accuracy {100 * value:.2f}%"
-    return f"{name if name in ('loss', 'perplexity') else code(name)} {value:.4g}"
+    known = ("accuracy", "loss", "perplexity")
+    return describe.scores({name if name in known else code(name): value for name, value in scores.items()})
 
 
 def _curvature(found: Inspection) -> str:
@@ -152,22 +130,14 @@ def _curvature(found: Inspection) -> str:
         layers = "one layer" if len(found.blocks) == 1 else f"{len(found.blocks):,} layers"
         rest = f", and a diagonal for the other {singly:,} weights" if singly else ""
         said += f": {layers} with {found.in_blocks:,} weights{rest}"
-    return f"{said}; {_merged(origin.merged)}" if origin.merged else said
-
-
-def _merged(merged: Mapping[str, Any]) -> str:
-    """Say how anchors were merged, and how far the result is off."""
-    gamma, distance = number_of(merged.get("gamma")), merged.get("kfac_distance")
-    how = f"merged in the running form, gamma {gamma}" if merged.get("form") == "online" and gamma else "merged"
-    distances = distance.values() if isinstance(distance, dict) else ()
-    off = max((value for value in distances if isinstance(value, float)), default=0.0)
-    return how + (f"; blocks stand for sums that they are off by up to {off:.0%}" if off else "")
+    merged = _quoted(origin.merged, form=code_of, lineage=code_of, kfac_sum=code_of)
+    return joined(said, describe.merging(merged), between="; ")
 
 
 def _estimator(origin: Provenance) -> str:
     if origin.estimator == "none":
         return ""
-    drawn = f", {number_of(origin.draws)} for each sample (seed {origin.seed})" if origin.draws else ""
+    drawn = f", {origin.draws:,} for each sample (seed {origin.seed})" if origin.draws else ""
     batch = f" (batches of {origin.batch_size:,})" if origin.estimator == "batched" and origin.batch_size else ""
     return _ESTIMATORS[origin.estimator] + drawn + batch
 
@@ -175,9 +145,7 @@ def _estimator(origin: Provenance) -> str:
 def _samples(origin: Provenance) -> str:
     if not origin.samples:
         return ""
-    error = (origin.standard_error or {}).get("trace")
-    spread = "" if error is None else f", standard error of the trace {100 * error:.2g}%"
-    return f"N = {origin.samples:,}{spread}"
+    return joined(f"N = {origin.samples:,}", describe.standard_error(vars(origin)))
 
 
 def _normalisation(origin: Provenance) -> str:
@@ -189,9 +157,7 @@ def _normalisation(origin: Provenance) -> str:
 
 def _left_free(excluded: Mapping[str, str]) -> str:
     """Return the parameters without curvature, by the reason."""
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in sorted(excluded.items()):
-        by_reason.setdefault(reason, []).append(name)
+    by_reason = describe.by_reason(dict(sorted(excluded.items())))
     return some(
         sorted(by_reason),
         lambda reason: f"{some(by_reason[reason])}: {code(reason)}",
@@ -206,13 +172,8 @@ def _head(origin: Provenance) -> str:
     return f"{some(origin.head['parameters'])} took the place of the one that the model was first trained with"
 
 
-def _pulled(entry: Mapping[str, Any]) -> str:
-    return joined(
-        name_of(entry["name"]) if entry.get("name") else "",
-        labelled("lambda", number_of(entry.get("lambda"))),
-        labelled("SHA-256", code_of(entry.get("sha256"))),
-        code_of(entry.get("hub")),
-    )
+def _ancestor(entry: Mapping[str, Any]) -> str:
+    return describe.ancestor(_quoted(entry, **_ANCHOR))
 
 
 def _parents(origin: Provenance) -> list[tuple[str, str]]:
@@ -224,30 +185,27 @@ def _parents(origin: Provenance) -> list[tuple[str, str]]:
 
 
 def _parent(parent: Mapping[str, Any]) -> str:
-    source = parent["provenance"]
-    name, data, samples = (source.get(key) for key in ("name", "data", "samples"))
-    return joined(
-        name_of(name) if name else "",
-        f"lambda {number_of(parent['lambda'])}",
-        labelled("data", _data(data) if isinstance(data, dict) else ""),
-        f"N = {samples:,}" if _is_count(samples) else "",
-        labelled("SHA-256", code_of(parent.get("sha256"))),
-    )
+    origin = parent["provenance"]
+    known = {
+        "name": origin.get("name") and name_of(origin["name"]),
+        "data": _quoted(origin.get("data"), **_DATA),
+        "samples": origin.get("samples"),
+    }
+    return describe.parent({**_quoted(parent, **_ANCHOR), "provenance": known})
 
 
 def _probe(probe: Mapping[str, Any]) -> str:
-    whose = _data({"spec": probe["data"], "split": probe["split"]})
-    taken = f"with the model's answers to {'it' if probe['samples'] == 1 else 'them'} ({_size(probe['bytes'])})"
+    whose = describe.data(_quoted({"spec": probe["data"], "split": probe["split"]}, **_DATA))
+    taken = f"with the model's answers to {'it' if probe['samples'] == 1 else 'them'} ({describe.size(probe['bytes'])})"
     return f"**{counted(probe['samples'], 'sample')} of the data in the file:** {joined(whose, taken)}"
 
 
-def _size(size: int) -> str:
-    """Return a number of bytes in a unit that people use."""
-    if size < 1e5:
-        return f"{size / 1e3:.1f} kB" if size >= 1e3 else f"{size} bytes"
-    return f"{size / 1e6:,.1f} MB" if size < 1e9 else f"{size / 1e9:,.1f} GB"
-
-
 def _made(origin: Provenance) -> str:
-    versions = some(f"{name} {version}" for name, version in sorted(origin.versions.items()))
+    versions = some(describe.versions(origin.versions))
     return joined(versions, labelled("at", code_of(origin.created)))
+
+
+def _quoted(record: object, **quote: Callable[[object], str]) -> dict[str, Any]:
+    """Return what the file says of something with these texts quoted, each in its way."""
+    known = record if isinstance(record, dict) else {}
+    return {**known, **{key: quoted(known[key]) for key, quoted in quote.items() if known.get(key)}}

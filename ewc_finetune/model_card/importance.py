@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from ewc_finetune.model_card.text import code, counted
+from ewc_finetune.anchor.describe import counted
+from ewc_finetune.model_card.text import code
 
 # Of more layers those with the largest shares have a row, or a bar, each.
 _LAYERS = 12

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ewc_finetune.anchor.describe import counted, joined
 from ewc_finetune.anchor.provenance import Provenance
 from ewc_finetune.anchor.summary import Inspection
 from ewc_finetune.errors import UsageError
 from ewc_finetune.model_card.facts import facts
 from ewc_finetune.model_card.importance import importance
 from ewc_finetune.model_card.published import Published
-from ewc_finetune.model_card.text import HUB_NAME, REVISION, code, counted, joined, name_of, some
+from ewc_finetune.model_card.text import HUB_NAME, REVISION, code, name_of, some
 from ewc_finetune.model_card.usage import usage
 
 BEGIN = "<!-- ewc-finetune:begin -->"

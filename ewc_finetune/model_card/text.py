@@ -57,11 +57,6 @@ def place_of(value: object) -> str:
     return code(without_folders(value)) if isinstance(value, str) and value else ""
 
 
-def number_of(value: object) -> str:
-    """Return a number of the file as text, or nothing if it is none."""
-    return f"{value:g}" if isinstance(value, (int, float)) and abs(value) < 2**63 else ""
-
-
 def without_folders(text: str) -> str:
     """Return a data spec, architecture or file name without the folders that files in it lie in; Hub names stay."""
     head, question, tail = text.partition("?")
@@ -80,21 +75,6 @@ def without_folders(text: str) -> str:
 def last_part(path: str) -> str:
     """Return the last part of a path of any system."""
     return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
-
-
-def joined(*parts: str, between: str = ", ") -> str:
-    """Join the parts that are not empty."""
-    return between.join(filter(None, parts))
-
-
-def labelled(label: str, text: str) -> str:
-    """Return text behind a label, or nothing if there is none."""
-    return f"{label} {text}" if text else ""
-
-
-def counted(number: int, what: str) -> str:
-    """Say how many there are of something."""
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
 def some(

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from ewc_finetune._version import __version__
+from ewc_finetune.anchor import describe
 from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.anchor.compatibility import check_together
 from ewc_finetune.anchor.half_precision import Storage
 from ewc_finetune.anchor.heads import foreign_head
 from ewc_finetune.anchor.lineage import distinct
-from ewc_finetune.anchor.probe_tensors import Probe, bytes_of, describe, records_of
+from ewc_finetune.anchor.probe_tensors import Probe, bytes_of, records_of
 from ewc_finetune.anchor.provenance import Provenance
 from ewc_finetune.curvature.importance import importance_by_layer
 from ewc_finetune.curvature.kronecker_block import Block
@@ -202,12 +203,12 @@ def joined_probes(anchors: Sequence[Anchor], progress: Progress) -> tuple[Probe,
         if foreign_head(anchor, anchors[-1].provenance.head):
             for record, size in own:
                 progress.note(
-                    f"{anchor.label} holds {describe(record, size)}; they are left out, for the merged anchor has "
-                    "another last layer"
+                    f"{anchor.label} holds {describe.probe(record, size)}; they are left out, for the merged anchor "
+                    "has another last layer"
                 )
             continue
         for record, size in own:
-            progress.note(f"the merged anchor holds {describe(record, size)}: whoever has the anchor has them")
+            progress.note(f"the merged anchor holds {describe.probe(record, size)}: whoever has the anchor has them")
         probes += anchor.probes
     return tuple(probes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ewc_finetune.anchor.describe import percent
 from ewc_finetune.reporting.outcome import Outcome
 
 # A longer list begins with as many of its layers, those that matter most.
@@ -97,13 +98,3 @@ def _of_anchors(outcome: Outcome) -> tuple[Layer, ...]:
             sizes[name] = size
     total = sum(traces.values())
     return tuple(Layer(n, sizes[n], trace / total, None) for n, trace in traces.items()) if total > 0 else ()
-
-
-def percent(share: float | None) -> str:
-    """Return a share in %, with as many digits as it needs to be told from zero."""
-    if share is None:
-        return "\N{EN DASH}"
-    value = 100 * share
-    if value >= 1000:
-        return f"{value:,.0f}%"
-    return f"{value:.0f}%" if value >= 100 else f"{value:.1f}%" if value >= 0.1 or value == 0 else f"{value:.1g}%"

@@ -9,10 +9,10 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from ewc_finetune._version import __version__
+from ewc_finetune.anchor.describe import percent
 from ewc_finetune.reporting.charts import bar
 from ewc_finetune.reporting.comparison import Group
 from ewc_finetune.reporting.figure import Figure
-from ewc_finetune.reporting.layers import percent
 from ewc_finetune.reporting.measures import NOTHING, listed, short
 from ewc_finetune.reporting.outcome import Outcome
 from ewc_finetune.reporting.section import Section, Table, section_of

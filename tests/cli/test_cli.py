@@ -531,7 +531,7 @@ def test_kfac_anchors_through_every_command(ewc_ft, start):
     result = ewc_ft(*merge, "-o", "m.safetensors", "--checkpoint", "m.pt")
     assert re.search(r"stand for sums \(factors\) are off by up to \d+% \(\S+; Frobenius norm", result.stderr)
     facts = ewc_ft("inspect", "m.safetensors").stderr
-    assert "K-FAC blocks and diagonal, merged offline, lineage latest, factors for sums of blocks" in facts
+    assert "K-FAC blocks and diagonal Fisher, merged offline, lineage latest, factors for sums of blocks" in facts
     assert re.search(r"in blocks +2 layers, [\d,]+ bytes, \d\.\d\d of their diagonal's; \d\.\d million products", facts)
     assert re.search(r"body.linear1 +input 65 rows, 8,580 bytes, output 16 rows, 544 bytes", facts)
     assert "eigenvectors with 9" in ewc_ft("inspect", "a.safetensors").stderr

@@ -593,7 +593,7 @@ def test_counted_tokens_that_were_tampered_with(probed, tmp_path):
 def test_consolidate_keeps_a_probe_beside_any_curvature(options):
     model, notes = MLP(4, 8, 3), Notes()
     anchor = ewc.consolidate(model, OLD, probe=16, progress=notes, **options)
-    assert "the anchor holds 16 samples of data as they are, and the model's answers to them (0.2 kB)" in str(notes)
+    assert "the anchor holds 16 samples of data as they are, and the model's answers to them (224 bytes)" in str(notes)
     (found,) = meters(model, [anchor])
     assert found.read(model, CPU).divergence < 1e-5
     assert found.read(model, CPU).anchor == "anchor 'data'"
@@ -752,7 +752,9 @@ def test_the_command_line_says_what_it_keeps(tmp_path, ewc_ft):
     model = "mlp?in_features=4&hidden=8&num_classes=3"
     ewc_ft("finetune", "--model", model, "--data", "csv:t.csv", "--epochs", 1, "--output", "m.pt")
     command = ("consolidate", "m.pt", "--data", "csv:t.csv", "--probe", 30)
-    held = "the anchor holds 30 samples of csv:t.csv as they are, and the model's answers to them (0.4 kB): whoever has"
+    held = (
+        "the anchor holds 30 samples of csv:t.csv as they are, and the model's answers to them (420 bytes): whoever has"
+    )
     assert held in ewc_ft(*command, "--dry-run").stderr
     assert not (tmp_path / "m.anchor.safetensors").exists()
     found = ewc_ft(*command, "--json")

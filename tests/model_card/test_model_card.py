@@ -168,7 +168,7 @@ def test_parents_of_a_merged_anchor_are_told(tmp_path):
     ewc.merge(files, lambdas=[1, 2.5], output=tmp_path / "m.safetensors")
     text = section(inspect(tmp_path / "m.safetensors"), PLACE)
     assert rows(text)["Merged from (2)"] == (
-        f"`two`, lambda 2.5, data `npz:private.npz?target=y`, `train` split, 1,000 samples, N = 500, "
+        f"`two`, lambda 2.5, `npz:private.npz?target=y`, `train` split, 500 of 1,000 samples, "
         f"SHA-256 `{files[1].digest}`"
     )
     assert "It was merged from 2 anchors." in text

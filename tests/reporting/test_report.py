@@ -96,8 +96,8 @@ def test_provenance_has_every_anchor_with_digests_in_full(tmp_path):
     assert "Anchor 1: mnist" in page.text
     assert "Anchor 2: both" in page.text
     for said in ("mnist, train split, 10,000 of 60,000 samples", "exact, standard error of the trace 2.1%",
-                 "diagonal Fisher, merged offline from 1 anchors", "kmnist, lambda 2",
-                 "mnist, lambda 100.0, a7a7a7a7a7a7", "2 layers, running statistics frozen",
+                 "diagonal Fisher, merged offline, from 1 anchor", "kmnist, lambda 2",
+                 "mnist, lambda 100, SHA-256 a7a7a7a7a7a7", "2 layers, running statistics frozen",
                  "2026-01-04 09:12:00 UTC"):  # fmt: skip
         assert said in page.text
     titles = {attributes.get("title") for tag, attributes in page.elements if tag == "abbr"}
