@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ewc_finetune.anchor.provenance import is_head
 from ewc_finetune.data.transform import is_transform
 from ewc_finetune.errors import CheckpointError, UsageError
+from ewc_finetune.hub.address import HubAddress
 from ewc_finetune.modules.task import ModelTask
 from ewc_finetune.storage.atomic import atomic_write
 from ewc_finetune.storage.json_fields import Check, has, is_list, is_object, is_text, list_of, nullable, optional
@@ -106,6 +107,7 @@ class Checkpoint(ABC):
         ending: Of files in it.
         remarks: What a reader should know of the file.
         state: Its tensors by name, where it is nothing but such.
+        address: Where on the Hub it is from, at its commit.
         task: What the model is for, where the format says; known once it is built.
         versions: Of the packages that give its tensors their names, beside torch.
         form: In what the file has the weights, where it is more than the model's own by their names; likewise.
@@ -114,6 +116,7 @@ class Checkpoint(ABC):
     format: str
     ending: str
     state: Mapping[str, Tensor] = MappingProxyType({})
+    address: HubAddress | None = None
     task: ModelTask | None = None
     form: str | None = None
     versions: Mapping[str, str] = MappingProxyType({})

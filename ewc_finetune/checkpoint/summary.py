@@ -12,13 +12,8 @@ from torch import Tensor
 from ewc_finetune.checkpoint import verification
 from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.formats.transformers_folder import HuggingFace
-from ewc_finetune.checkpoint.location import is_on_hub
-from ewc_finetune.checkpoint.open import (
-    globals_asked_for,
-    load_checkpoint,
-    on_this_machine,
-    open_checkpoint,
-)
+from ewc_finetune.checkpoint.location import locate, on_this_machine
+from ewc_finetune.checkpoint.open import globals_asked_for, load_checkpoint, open_checkpoint
 from ewc_finetune.errors import ArchitectureError, CheckpointError, few
 from ewc_finetune.modules.modes import normalisation_layers
 
@@ -101,14 +96,15 @@ def inspect_checkpoint(
     Raises:
         EwcError: naming what is wrong with the file.
     """
-    named, file = str(file) if is_on_hub(file) else Path(file), on_this_machine(file)
-    unsafe = globals_asked_for(file) if file.is_file() else []
+    location, path = locate(file), on_this_machine(file)
+    named = location if isinstance(location, Path) else str(file)
+    unsafe = globals_asked_for(path) if path.is_file() else []
     try:
-        checkpoint = load_checkpoint(named, trust_code=trust_code)
+        checkpoint = load_checkpoint(location, trust_code=trust_code)
     except CheckpointError:
         if not unsafe:
             raise
-        size = file.stat().st_size
+        size = path.stat().st_size
         reason = "not known, since it was not loaded"
         return CheckpointInspection(named, size, "pickle", None, reason, {}, [], [], unsafe, ModelMetadata(), ())
     state: Mapping[str, Any] = checkpoint.state
@@ -124,7 +120,7 @@ def inspect_checkpoint(
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     return CheckpointInspection(
         file=named,
-        bytes=_size(checkpoint.folder if isinstance(checkpoint, HuggingFace) else file),
+        bytes=_size(checkpoint.folder if isinstance(checkpoint, HuggingFace) else path),
         format=checkpoint.format,
         architecture=architecture,
         reason=failed,
@@ -134,7 +130,7 @@ def inspect_checkpoint(
         unsafe=unsafe,
         metadata=checkpoint.metadata,
         remarks=checkpoint.remarks,
-        verified=verification.verify(file) if verify else None,
+        verified=verification.verify(path) if verify else None,
     )
 
 

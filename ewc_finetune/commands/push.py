@@ -16,11 +16,11 @@ from ewc_finetune.anchor.probe_tensors import bytes_of, records_of
 from ewc_finetune.anchor.provenance import Provenance
 from ewc_finetune.anchor.schema import groups_of, open_source
 from ewc_finetune.anchor.summary import Inspection
-from ewc_finetune.checkpoint.location import HUB, address_of
+from ewc_finetune.checkpoint.location import locate
 from ewc_finetune.commands.inspect import inspect
 from ewc_finetune.commands.push_options import PushOptions
 from ewc_finetune.errors import HubError, UsageError, few
-from ewc_finetune.hub.address import HubAddress, is_address, parse_address
+from ewc_finetune.hub.address import HubAddress, parse_address
 from ewc_finetune.hub.anchor_files import STEM
 from ewc_finetune.hub.client import MissingRepositoryError, UnreachableError, endpoint
 from ewc_finetune.hub.committing import changed_files, commit, make_branch, make_repository
@@ -267,14 +267,11 @@ def _sizes(additions: Mapping[str, Path | bytes]) -> str:
 
 def _base_of(origin: Provenance) -> tuple[str | None, str | None]:
     """Return the Hub's name of the model that an anchor was made from, and its commit, if it came from there."""
-    file = origin.checkpoint.get("file") or ""
-    if not file.startswith(HUB):
-        return None, None
     try:
-        address = parse_address(file) if is_address(file) else address_of(file)
+        location = locate(origin.checkpoint.get("file") or "")
     except UsageError:  # what others wrote into the anchor may be anything
         return None, None
-    return address.repository, address.revision
+    return (location.repository, location.revision) if isinstance(location, HubAddress) else (None, None)
 
 
 def _is_stale(name: str) -> bool:

@@ -1,4 +1,7 @@
-"""Addresses on the Hub: `hf://ORG/NAME[@REVISION][/FILE]`, as huggingface_hub itself writes them."""
+"""Addresses on the Hub: `hf://ORG/NAME[@REVISION][/FILE]`, as huggingface_hub itself writes them.
+
+A model folder of transformers has a name too, `hf:ORG/NAME[@REVISION]`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from urllib.parse import unquote
 from ewc_finetune.errors import UsageError, redacted
 
 SCHEME = "hf://"
+# Begins the name of a model folder of transformers.
+MODEL = "hf:"
 _FORM = "hf://ORG/NAME, with @REVISION and /FILE behind it where they matter"
 _PART = re.compile(r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -28,13 +33,17 @@ class HubAddress:
         repository: `ORG/NAME`, of a model.
         revision: Branch, tag or commit; the default branch if None.
         file: Path of a file in it; None where that is to be found out.
+        is_model: Whether it was written `hf:ORG/NAME`, which means the model folder there, not an anchor.
     """
 
     repository: str
     revision: str | None = None
     file: str | None = None
+    is_model: bool = False
 
     def __str__(self) -> str:
+        if self.is_model and self.file is None:
+            return f"{MODEL}{self.repository}" + ("" if self.revision is None else f"@{self.revision}")
         revision = "" if self.revision is None else f"@{_quoted(self.revision)}"
         return f"{SCHEME}{self.repository}{revision}" + ("" if self.file is None else f"/{self.file}")
 
@@ -80,6 +89,20 @@ def parse_address(text: str) -> HubAddress:
     return checked(
         HubAddress(f"{parts[0]}/{name}", None if revision is None else unquote(revision), file or None), text
     )
+
+
+def parse_model_name(text: str) -> HubAddress:
+    """Read the name of a model, `hf:ORG/NAME[@REVISION]`.
+
+    Raises:
+        UsageError: if it names none.
+    """
+    repository, _, revision = text.removeprefix(MODEL).partition("@")
+    try:
+        return checked(HubAddress(repository, revision or None, is_model=True), text)
+    except UsageError:
+        form = "expected hf:ORG/NAME, with @REVISION behind it where that matters"
+        raise UsageError(f"{redacted(text)!r} names no model on the Hub; {form}") from None
 
 
 def checked(address: HubAddress, text: str) -> HubAddress:

@@ -37,7 +37,7 @@ from transformers import (
 from transformers.utils import logging
 
 import ewc_finetune as ewc
-from ewc_finetune.checkpoint.location import download
+from ewc_finetune.checkpoint.location import fetch, locate
 from ewc_finetune.checkpoint.open import open_model
 from ewc_finetune.commands.consolidate import default_output
 from ewc_finetune.data.domain import as_domain
@@ -53,6 +53,7 @@ from ewc_finetune.errors import (
     UsageError,
 )
 from ewc_finetune.hub.client import UnreachableError
+from ewc_finetune.hub.repository import look_up
 from ewc_finetune.likelihood.base import IGNORED
 from ewc_finetune.likelihood.categorical import PerToken
 
@@ -276,7 +277,7 @@ def test_a_model_on_the_hub(tmp_path, monkeypatch):
     """From the cache, as it is without a connection."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(UnreachableError, match="hf://org/name is not in the cache, and HF_HUB_OFFLINE is set"):
+    with pytest.raises(UnreachableError, match="hf:org/name is not in the cache, and HF_HUB_OFFLINE is set"):
         open_model("hf:org/name")
     cached = tmp_path / "models--org--name"
     (cached / "refs").mkdir(parents=True)
@@ -697,8 +698,9 @@ def test_what_is_downloaded(hub):
     names += ["onnx/model.onnx", "2_Dense/model.safetensors"]
     hub.create("org/name")
     commit = hub.put("org/name", dict.fromkeys(names, b"x")).oid
-    folder, pinned, _ = download("hf:org/name@main")
-    assert pinned == f"hf:org/name@{commit}"
+    repository = look_up(locate("hf:org/name@main"))
+    folder, _ = fetch(repository)
+    assert str(repository.address.at(repository.commit)) == f"hf:org/name@{commit}"
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert found == {".gitattributes", "config.json", "model.safetensors", "1_Pooling/config.json"}
 
