@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -29,12 +31,27 @@ _ONNX_IN_GRAPH = {0x0A, 0x12, 0x2A, 0x52, 0x5A, 0x62, 0x6A, 0x72, 0x7A, 0x82}
 _ONNX_AFTER_GRAPH = {0x3A, 0x42, 0x72, 0xA2, 0xCA, 0xD2}
 
 
-def detect(path: Path) -> Format:
-    """Return the format of a file.
+@contextmanager
+def detected(path: Path) -> Iterator[tuple[Format, Archive | None]]:
+    """Tell the format of a file; where that is an archive, it is open inside the block.
 
     Raises:
         CheckpointError: if it is missing, empty, or an archive that is damaged or made to do harm.
     """
+    if path.is_file() and is_archive(path):
+        with Archive(path) as archive:
+            yield _of_archive(archive), archive
+    else:
+        yield _of_file(path), None
+
+
+def detect(path: Path) -> Format:
+    """Return the format of a file; see `detected`."""
+    with detected(path) as (kind, _):
+        return kind
+
+
+def _of_file(path: Path) -> Format:
     if path.is_dir():
         if (path / "config.json").is_file():
             return "hugging face"
@@ -58,8 +75,6 @@ def detect(path: Path) -> Format:
         index = _index(path)
         if index is not None:
             return "anchor" if _is_anchor(index.get("metadata")) else "sharded safetensors"
-    if is_archive(path):
-        return _of_archive(path)
     return "onnx" if _is_onnx(path) else "torch.save"
 
 
@@ -137,9 +152,8 @@ def _varint(file: BinaryIO) -> int | None:
     return None
 
 
-def _of_archive(path: Path) -> Format:
-    with Archive(path) as archive:
-        members = archive.members
+def _of_archive(archive: Archive) -> Format:
+    members = archive.members
     if any(name.startswith("models/") and name.endswith(".json") for name in members) or (
         "serialized_exported_program.json" in members
     ):
