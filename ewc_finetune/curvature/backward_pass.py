@@ -23,7 +23,7 @@ from ewc_finetune.curvature.per_sample_gradients import (
     Workspace,
     sum_by_sample,
 )
-from ewc_finetune.likelihood.output_fisher import Factors
+from ewc_finetune.likelihood.output_fisher import OutputFisher
 from ewc_finetune.modules.batch import Inputs, call, count
 from ewc_finetune.modules.precision import wide
 
@@ -238,22 +238,22 @@ class RuledPass:
         return receive
 
     @torch.no_grad()
-    def squares(self, factors: Factors) -> Squares:
+    def squares(self, output_fisher: OutputFisher) -> Squares:
         """Run backward from each of the vectors at the outputs, and return the squares by parameter.
 
         The layer whose output is the model's needs no backward: the sum of the vectors' squares, which the likelihood
         has in closed form, is all it takes. A parameter that no gradient reached is not in the result.
         """
         if self._readout is not None:
-            self._readout.squares = self._readout.stack(factors.squares())
+            self._readout.squares = self._readout.stack(output_fisher.squares())
             self._results |= self._readout.finish(self._readout.squares.shape, self._workspace)
             for block in self._readout.blocks:
-                for m in range(factors.count):
-                    block.add(self._readout.stack(factors[m]))
+                for m in range(output_fisher.count):
+                    block.add(self._readout.stack(output_fisher[m]))
         shared = {name: Shared(uses) for name, uses in self._uses.items()}
-        for m in range(factors.count if self._ends else 0):
-            self._last = m == factors.count - 1
-            vector, self._scale = fit(factors[m], self.outputs.dtype)
+        for m in range(output_fisher.count if self._ends else 0):
+            self._last = m == output_fisher.count - 1
+            vector, self._scale = fit(output_fisher[m], self.outputs.dtype)
             self._arrived = {name: [None] * len(uses) for name, uses in self._uses.items()}
             torch.autograd.grad(
                 self.outputs,

@@ -24,7 +24,7 @@ from ewc_finetune.curvature.fallback import gradients_of, vectorised
 from ewc_finetune.curvature.kfac_factors import Layer
 from ewc_finetune.curvature.per_sample_gradients import Factored, Workspace
 from ewc_finetune.errors import ArchitectureError, DataError
-from ewc_finetune.likelihood.output_fisher import Factors
+from ewc_finetune.likelihood.output_fisher import OutputFisher
 from ewc_finetune.modules.batch import Inputs, call, count, each, take, tensors
 from ewc_finetune.modules.devices import out_of_memory
 from ewc_finetune.modules.precision import wide
@@ -381,7 +381,7 @@ def _disagreeing(
                 model, parameters, course, each(torch.clone, inputs), Workspace(), forms, repeated=repeated
             ) as passed,
         ):
-            found = passed.squares(Factors(1, lambda _: vectors, lambda: wide(vectors).square()))
+            found = passed.squares(OutputFisher(1, lambda _: vectors, lambda: wide(vectors).square()))
     except Exception as error:
         if out_of_memory(error):
             raise

@@ -360,17 +360,17 @@ def test_padding_has_no_part_in_the_fisher(tmp_path):
 def test_tokens_that_do_not_count_have_no_part_in_any_estimator(estimator):
     outputs = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     targets = torch.tensor([[1, 2, IGNORED, 0], [IGNORED, IGNORED, 3, IGNORED]])
-    factors = PerToken().factors(outputs, targets, estimator, torch.Generator().manual_seed(0))
-    vectors = factors.stack(slice(None))
+    fisher = PerToken().output_fisher(outputs, targets, estimator, torch.Generator().manual_seed(0))
+    vectors = fisher.vectors(slice(None))
     assert not vectors[:, targets == IGNORED].any()
     assert vectors[:, targets != IGNORED].any(dim=-1).any(dim=0).all()
-    torch.testing.assert_close(factors.squares(), vectors.square().sum(dim=0))
+    torch.testing.assert_close(fisher.squares(), vectors.square().sum(dim=0))
     if estimator == "sampled":  # what does not count takes no random numbers
-        alone = PerToken().factors(outputs[:, :2], targets[:, :2], estimator, torch.Generator().manual_seed(0))
-        assert torch.equal(alone.stack(slice(None))[:, 0], vectors[:, 0, :2])
+        alone = PerToken().output_fisher(outputs[:, :2], targets[:, :2], estimator, torch.Generator().manual_seed(0))
+        assert torch.equal(alone.vectors(slice(None))[:, 0], vectors[:, 0, :2])
         return
-    whole = PerToken().factors(outputs, targets.clamp(min=0), estimator, torch.Generator().manual_seed(0))
-    assert torch.equal(whole.stack(slice(None))[:, targets != IGNORED], vectors[:, targets != IGNORED])
+    whole = PerToken().output_fisher(outputs, targets.clamp(min=0), estimator, torch.Generator().manual_seed(0))
+    assert torch.equal(whole.vectors(slice(None))[:, targets != IGNORED], vectors[:, targets != IGNORED])
 
 
 def test_a_model_consolidated_on_its_own_samples(tmp_path, monkeypatch):
