@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from ewc_finetune.anchor.anchor import Anchor
-from ewc_finetune.anchor.schema import FORMAT
 from ewc_finetune.checkpoint.architecture import build, complete
 from ewc_finetune.checkpoint.checkpoint import Checkpoint, ModelMetadata
-from ewc_finetune.checkpoint.file_format import detect, detected
+from ewc_finetune.checkpoint.file_format import detect, detected, is_of_anchor
 from ewc_finetune.checkpoint.formats.exported import Exported, open_exported
 from ewc_finetune.checkpoint.formats.from_anchor import FromAnchor
 from ewc_finetune.checkpoint.formats.onnx.file import Onnx
@@ -43,7 +42,6 @@ from ewc_finetune.modules.finite import check_model
 from ewc_finetune.modules.task import ModelTask
 from ewc_finetune.modules.wrappers import unwrapped
 from ewc_finetune.storage.atomic import sha256
-from ewc_finetune.storage.shards import PART
 from ewc_finetune.storage.written import changed_since_written
 
 _TEXT = re.compile(rb"[\t\n\r\x20-\x7e\x80-\xff]+")
@@ -239,7 +237,7 @@ def is_anchor(place: str | Location) -> bool:
     if location.file is None:
         return not means_model(look_up(location))
     peeked = peek(str(location))
-    return peeked is not None and peeked.source.metadata.get("format") in (FORMAT, PART)
+    return peeked is not None and is_of_anchor(peeked.source.metadata)
 
 
 def _load_folder(folder: Path, label: str) -> HuggingFace:
