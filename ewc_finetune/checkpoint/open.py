@@ -14,11 +14,9 @@ import torch
 from torch import nn
 
 from ewc_finetune.anchor.anchor import Anchor
-from ewc_finetune.anchor.schema import FORMAT
 from ewc_finetune.checkpoint.architecture import build, complete
 from ewc_finetune.checkpoint.checkpoint import Checkpoint, ModelMetadata
-from ewc_finetune.checkpoint.file_format import detect
-from ewc_finetune.checkpoint.formats.archive import is_archive
+from ewc_finetune.checkpoint.file_format import detect, detected, is_of_anchor
 from ewc_finetune.checkpoint.formats.exported import Exported, open_exported
 from ewc_finetune.checkpoint.formats.from_anchor import FromAnchor
 from ewc_finetune.checkpoint.formats.onnx.file import Onnx
@@ -44,20 +42,12 @@ from ewc_finetune.modules.finite import check_model
 from ewc_finetune.modules.task import ModelTask
 from ewc_finetune.modules.wrappers import unwrapped
 from ewc_finetune.storage.atomic import sha256
-from ewc_finetune.storage.shards import PART
 from ewc_finetune.storage.written import changed_since_written
 
 _TEXT = re.compile(rb"[\t\n\r\x20-\x7e\x80-\xff]+")
-# The formats that a file alone tells.
-_KINDS = (SafetensorsFile, Sharded, TorchScript, Exported, Onnx)
-# How they are read, by whether code in the file may run.
-_OPENERS: Mapping[str, Callable[[Path, bool], Checkpoint]] = {
-    SafetensorsFile.format: lambda path, trusted: SafetensorsFile(path),
-    Sharded.format: lambda path, trusted: Sharded(path),
-    TorchScript.format: TorchScript,
-    Exported.format: open_exported,
-    Onnx.format: lambda path, trusted: Onnx(path),
-}
+# Formats that are no archives, and in which no code can be: their files are read as they are.
+_FILES: Mapping[str, Callable[[Path], Checkpoint]] = {kind.format: kind for kind in (SafetensorsFile, Sharded, Onnx)}
+_ENDINGS = {kind.format: kind.ending for kind in (SafetensorsFile, Sharded, TorchScript, Exported, Onnx, HuggingFace)}
 
 
 @dataclass(frozen=True)
@@ -204,16 +194,27 @@ def load_checkpoint(place: str | Location, *, trust_code: bool = False) -> Check
 
 def _load_path(path: Path, trust_code: bool, label: str) -> Checkpoint:
     """Read what lies on this machine; `label` is what to call a folder."""
-    found = detect(path)
-    if found == "anchor":
-        return FromAnchor(Anchor.open(path))
-    if found == "hugging face":
-        return _load_folder(path, label)
-    if found != Exported.format and is_archive(path):  # which compares what it reads itself
-        check_archive(path, trust_code)
-    if found in _OPENERS:
-        return _OPENERS[found](path, trust_code)
-    document = _load_pickle(path, trust_code)
+    with detected(path) as (kind, archive):
+        if kind == "anchor":
+            return FromAnchor(Anchor.open(path))
+        if kind == HuggingFace.format:
+            return _load_folder(path, label)
+        if kind in _FILES:
+            return _FILES[kind](path)
+        if archive is not None:
+            if kind == Exported.format:  # which compares what it reads itself
+                return open_exported(archive, trust_code)
+            check_archive(archive, trust_code)
+            if kind == TorchScript.format:
+                return TorchScript(archive, trust_code)
+        elif not trust_code:
+            _check_bare_pickle(path)
+    return _load_pickled(path, trust_code)
+
+
+def _load_pickled(path: Path, trust_code: bool) -> Checkpoint:
+    """Read what torch.save wrote, whose pickles were found to ask for no more work than a checkpoint takes."""
+    document = _unpickle(path, trust_code)
     if isinstance(document, nn.Module):
         return Pickled(path, document)
     keys = find_state(document, str(path))
@@ -236,7 +237,7 @@ def is_anchor(place: str | Location) -> bool:
     if location.file is None:
         return not means_model(look_up(location))
     peeked = peek(str(location))
-    return peeked is not None and peeked.source.metadata.get("format") in (FORMAT, PART)
+    return peeked is not None and is_of_anchor(peeked.source.metadata)
 
 
 def _load_folder(folder: Path, label: str) -> HuggingFace:
@@ -260,15 +261,17 @@ def ending_of(place: str | Location) -> str:
     if kind == "anchor":
         kind = Anchor.open(location, digest=False).provenance.checkpoint.get("format")
         kind = SafetensorsFile.format if kind == Sharded.format else kind  # of which an anchor makes one file
-    return next((known.ending for known in (*_KINDS, HuggingFace) if known.format == kind), StateDict.ending)
+    return _ENDINGS.get(str(kind), StateDict.ending)
 
 
-def _load_pickle(path: Path, trusted: bool) -> Any:
-    if not (trusted or is_archive(path)):  # of which it was checked with the rest
-        try:
-            check_pickle(path)
-        except NoPickleError as error:
-            raise _no_checkpoint(path) from error
+def _check_bare_pickle(path: Path) -> None:
+    try:
+        check_pickle(path)
+    except NoPickleError as error:
+        raise _no_checkpoint(path) from error
+
+
+def _unpickle(path: Path, trusted: bool) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's remarks on old formats are not for the user of this command

@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from ewc_finetune.checkpoint.checkpoint import ModelMetadata
+from ewc_finetune.checkpoint.formats.archive import Archive
 from ewc_finetune.checkpoint.formats.exported_archive import NotPlainError, read_exported, write_exported
 from ewc_finetune.checkpoint.formats.exported_graph import build_graph, sizes_of_inputs
 from ewc_finetune.checkpoint.formats.exported_texts import check_texts
@@ -37,17 +38,18 @@ class Exported(Program):
 
     what = "an exported graph"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, archive: Archive) -> None:
+        path = archive.path
         try:
-            archive = read_exported(path)
-            check_texts(archive.program)
-            self._graph = build_graph(archive.program, archive.tensors, archive.weights)
-            self._sizes = sizes_of_inputs(archive.program)
+            content = read_exported(archive)
+            check_texts(content.program)
+            self._graph = build_graph(content.program, content.tensors, content.weights)
+            self._sizes = sizes_of_inputs(content.program)
         except NotPlainError as error:
             raise NotPlainError(_refusal(path, str(error))) from error
         except _MALFORMED as error:
             raise CheckpointError(f"{path} is not an exported program that can be read ({error!r:.200})") from error
-        self._weights, self._extra = archive.weights, archive.extra
+        self._weights, self._extra = content.weights, content.extra
         super().__init__(path, self._graph, ModelMetadata.read_text(self._extra.get(RECORD), str(path)))
 
     def build(self, architecture: str | None) -> tuple[nn.Module, str | None]:
@@ -98,18 +100,18 @@ class TrustedExport(Exported):
         temporary.write_bytes(buffer.getvalue())
 
 
-def open_exported(path: Path, trust_code: bool) -> Exported:
+def open_exported(archive: Archive, trust_code: bool) -> Exported:
     """Read an archive as data; where that cannot be done, let torch load it if that is allowed.
 
     Raises:
         CheckpointError: see `Exported` and `TrustedExport`.
     """
     try:
-        return Exported(path)
+        return Exported(archive)
     except NotPlainError:
         if not trust_code:
             raise
-        return TrustedExport(path)
+        return TrustedExport(archive.path)
 
 
 def _refusal(path: Path, reason: str) -> str:

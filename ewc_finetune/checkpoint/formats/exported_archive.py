@@ -98,24 +98,23 @@ class ExportedArchive:
     extra: Mapping[str, str]
 
 
-def read_exported(path: Path) -> ExportedArchive:
+def read_exported(archive: Archive) -> ExportedArchive:
     """Read an archive.
 
     Raises:
         NotPlainError: if it has what could run code.
         CheckpointError: if it is damaged.
     """
-    with Archive(path) as archive:
-        _check_members(archive)
-        _check_samples(archive)
-        program = _document(archive, GRAPH)
-        weights = _stored(archive, f"{_WEIGHTS}model_weights_config.json", _WEIGHTS)
-        constants = _stored(archive, f"{_CONSTANTS}model_constants_config.json", _CONSTANTS)
-        try:
-            extra = {n.partition("/")[2]: archive.read(n).decode() for n in archive.members if n.startswith("extra/")}
-        except UnicodeError as error:
-            raise _not_whole(path, f"what it has beside the program is no text: {error}") from error
-        return ExportedArchive(program, weights, constants, _tensors(archive, {**constants, **weights}), extra)
+    _check_members(archive)
+    _check_samples(archive)
+    program = _document(archive, GRAPH)
+    weights = _stored(archive, f"{_WEIGHTS}model_weights_config.json", _WEIGHTS)
+    constants = _stored(archive, f"{_CONSTANTS}model_constants_config.json", _CONSTANTS)
+    try:
+        extra = {n.partition("/")[2]: archive.read(n).decode() for n in archive.members if n.startswith("extra/")}
+    except UnicodeError as error:
+        raise _not_whole(archive.path, f"what it has beside the program is no text: {error}") from error
+    return ExportedArchive(program, weights, constants, _tensors(archive, {**constants, **weights}), extra)
 
 
 def write_exported(
@@ -158,7 +157,8 @@ def _check_samples(archive: Archive) -> None:
             path = Path(folder, "samples.pt")
             path.write_bytes(archive.read(_SAMPLES))
             try:
-                check_archive(path)
+                with Archive(path) as samples:
+                    check_archive(samples)
                 torch.load(path, weights_only=True)
             except Exception as error:
                 raise NotPlainError(f"its sample inputs are a pickle of more than tensors ({error!r:.80})") from error

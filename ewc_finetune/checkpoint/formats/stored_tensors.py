@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from pathlib import Path
 from typing import Any
 
 from ewc_finetune.checkpoint.formats.archive import Archive
@@ -29,24 +28,23 @@ _SIZES = {
 }
 
 
-def check_archive(path: Path, trusted: bool = False) -> None:
+def check_archive(archive: Archive, trusted: bool = False) -> None:
     """Compare all bytes of an archive with their checksums, and its records with what its pickles say of them.
 
     Args:
-        path: The file.
+        archive: The archive.
         trusted: Whether its pickles may ask for any amount of work.
 
     Raises:
         CheckpointError: if it is damaged, or made to do harm.
     """
     if not trusted:
-        check_pickle(path)
-    with Archive(path) as archive:
-        archive.verify()
-        check_lengths(archive)
+        check_pickle(archive)
+    archive.verify()
+    _check_lengths(archive)
 
 
-def check_lengths(archive: Archive) -> None:
+def _check_lengths(archive: Archive) -> None:
     """Compare what the pickles of an archive say of their tensors with the records that it has.
 
     Nothing is imported or called that a pickle names.

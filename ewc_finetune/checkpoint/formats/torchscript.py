@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickletools
 import re
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ class TorchScript(Program):
     """An archive that `torch.jit.save` wrote.
 
     Args:
-        path: The file.
+        archive: The file.
         trust_code: Whether its code may do more than compute.
 
     Raises:
@@ -45,15 +46,17 @@ class TorchScript(Program):
         "frozen"
     )
 
-    def __init__(self, path: Path, trust_code: bool = False) -> None:
+    def __init__(self, archive: Archive, trust_code: bool = False) -> None:
         if not trust_code:
-            _check_code(path)
-        extra, module = _load(path)
+            _check_code(archive)
+        path = archive.path
+        self._extra = [name.partition("/")[2] for name in archive.members if name.startswith("extra/")]
+        extra, module = _load(path, self._extra)
         super().__init__(path, module, ModelMetadata.read_text(extra.get(RECORD), str(path)))
 
     def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], metadata: ModelMetadata) -> None:
         """See `Checkpoint`."""
-        extra, module = _load(self.path)  # the program as it was, its mode included
+        extra, module = _load(self.path, self._extra)  # the program as it was, its mode included
         module.load_state_dict(state)
         extra[RECORD] = metadata.to_text()
         with silent():
@@ -61,16 +64,14 @@ class TorchScript(Program):
             temporary.write_bytes(module.save_to_buffer(_extra_files=extra))
 
 
-def _check_code(path: Path) -> None:
-    with Archive(path) as archive:
-        found = (reason for name in archive.members if (reason := _strange(name, archive)) is not None)
-        reason = next(found, None) or find_refused(
-            archive.read(name) for name in archive.members if name.endswith(".py")
-        )
+def _check_code(archive: Archive) -> None:
+    strange = (reason for name in archive.members if (reason := _strange(name, archive)) is not None)
+    code = (archive.read(name) for name in archive.members if name.endswith(".py"))
+    reason = next(strange, None) or find_refused(code)
     if reason is not None:
         raise CheckpointError(
-            f"{path} is TorchScript that may do more than compute, so it was not loaded: {reason}. If you know who "
-            "made the file, and trust them: --trust-code"
+            f"{archive.path} is TorchScript that may do more than compute, so it was not loaded: {reason}. If you know "
+            "who made the file, and trust them: --trust-code"
         )
 
 
@@ -87,10 +88,9 @@ def _strange(name: str, archive: Archive) -> str | None:
     return next((f"it has the text {text!r:.40}" for text in texts if not is_printable(text)), None)
 
 
-def _load(path: Path) -> tuple[dict[str, Any], torch.jit.ScriptModule]:
-    with Archive(path) as archive:
-        names = [name.partition("/")[2] for name in archive.members if name.startswith("extra/")]
-    extra = dict.fromkeys(names, "")
+def _load(path: Path, texts: Sequence[str]) -> tuple[dict[str, Any], torch.jit.ScriptModule]:
+    """Have torch load an archive, with the texts of these names beside the program."""
+    extra = dict.fromkeys(texts, "")
     try:
         with silent():
             module: torch.jit.ScriptModule = torch.jit.load(  # type: ignore[no-untyped-call]

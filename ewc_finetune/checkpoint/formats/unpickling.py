@@ -37,14 +37,15 @@ class NoPickleError(CheckpointError):
     """A file that should be a pickle, and is none."""
 
 
-def check_pickle(path: Path) -> None:
+def check_pickle(file: Path | Archive) -> None:
     """Refuse a checkpoint whose pickle would take long, or more than the process can take, to be read.
 
     Raises:
         NoPickleError: if what it asks for cannot be told, for it is none.
         CheckpointError: saying of what there is too much.
     """
-    for pickled in _pickles(path):
+    path = file if isinstance(file, Path) else file.path
+    for pickled in _pickles(file):
         try:
             _check(pickled, path)
         except CheckpointError:
@@ -56,19 +57,21 @@ def check_pickle(path: Path) -> None:
             ) from error
 
 
-def _pickles(path: Path) -> Iterator[IO[bytes]]:
+def _pickles(file: Path | Archive) -> Iterator[IO[bytes]]:
     """Go through the pickles in a file, each opened where it begins."""
-    if is_archive(path):
-        with Archive(path) as archive:
-            for name in archive.members:
-                if name.rpartition("/")[2] in ("data.pkl", "constants.pkl"):
-                    yield io.BytesIO(archive.read(name))
-        return
-    with path.open("rb") as file:
-        for number in range(_PICKLES):
-            if number and not file.peek(1):  # a single pickle, which torch will refuse
-                return
-            yield file
+    if isinstance(file, Archive):
+        for name in file.members:
+            if name.rpartition("/")[2] in ("data.pkl", "constants.pkl"):
+                yield io.BytesIO(file.read(name))
+    elif is_archive(file):
+        with Archive(file) as archive:
+            yield from _pickles(archive)
+    else:
+        with file.open("rb") as content:
+            for number in range(_PICKLES):
+                if number and not content.peek(1):  # a single pickle, which torch will refuse
+                    return
+                yield content
 
 
 def _check(pickled: IO[bytes], path: Path) -> None:
