@@ -200,8 +200,8 @@ class Engine:
                 dead=tuple(name for name in plan.dead if name not in wrong),
                 rest={**plan.rest, **dict.fromkeys(wrong, "has a rule that differs from autograd")},
                 course=tuple(
-                    ((function, kept), stacking)
-                    for (function, names), stacking in plan.course
+                    ((function, kept), batch_dim)
+                    for (function, names), batch_dim in plan.course
                     if (kept := tuple(name for name in names if name not in wrong))
                 ),
             )
