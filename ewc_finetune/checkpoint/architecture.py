@@ -151,18 +151,18 @@ def _find(address: Address, trusted: bool, note: Callable[[str], None] | None = 
         raise ArchitectureError(f"no architecture is called {head!r}. {suggest(head, BUILTIN)}; otherwise {FORMS}")
     if module_name == "torchvision":
         return _torchvision(name)
-    found = (
+    factory = (
         find(head, "architecture", ArchitectureError)
         if trusted
         else find_own(head, "architecture", "--arch", ArchitectureError, note, only_classes=True)
     )
-    is_module_class = isinstance(found, type) and issubclass(found, nn.Module)
-    if not is_module_class and not (trusted and callable(found)):
+    is_module_class = isinstance(factory, type) and issubclass(factory, nn.Module)
+    if not is_module_class and not (trusted and callable(factory)):
         raise ArchitectureError(
             f"{head} is not a subclass of torch.nn.Module"
             + ("" if trusted else ", and a file may name nothing else. If you trust it, name it yourself with --arch")
         )
-    return found  # type: ignore[return-value]
+    return factory  # type: ignore[return-value]
 
 
 def _torchvision(name: str) -> Callable[..., object]:

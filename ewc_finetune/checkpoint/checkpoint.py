@@ -57,17 +57,17 @@ class ModelMetadata:
         return json.dumps(self.to_json(), sort_keys=True)
 
     @classmethod
-    def read(cls, found: object, where: str) -> ModelMetadata:
+    def read(cls, stored: object, where: str) -> ModelMetadata:
         """Read what `to_json` gave; None is empty metadata, and keys of a later version are ignored.
 
         Raises:
             CheckpointError: if it is damaged.
         """
-        if found is None:
+        if stored is None:
             return cls()
-        known = {key: value for key, value in found.items() if key in _FIELDS} if isinstance(found, Mapping) else None
+        known = {key: value for key, value in stored.items() if key in _FIELDS} if isinstance(stored, Mapping) else None
         if known is None or not all(_FIELDS[key](value) for key, value in known.items()):
-            raise CheckpointError(f"{where}: what ewc-ft wrote into its metadata is damaged: {reprlib.repr(found)}")
+            raise CheckpointError(f"{where}: what ewc-ft wrote into its metadata is damaged: {reprlib.repr(stored)}")
         return cls(**known)
 
     @classmethod
@@ -218,6 +218,6 @@ def cpu_state(model: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None)
         for name, value in state.items()
         if isinstance(value, Tensor)
     }
-    found = OrderedDict((name, copies.get(id(value), value)) for name, value in state.items())
-    found._metadata = getattr(state, "_metadata", OrderedDict())  # type: ignore[attr-defined]
-    return found
+    on_cpu = OrderedDict((name, copies.get(id(value), value)) for name, value in state.items())
+    on_cpu._metadata = getattr(state, "_metadata", OrderedDict())  # type: ignore[attr-defined]
+    return on_cpu

@@ -100,9 +100,9 @@ class LoadedModel:
         if self.fresh:
             return None
         if self.checkpoint is not None and self.metadata.architecture and not isinstance(self.checkpoint, FromAnchor):
-            name, found = transform_of_weights(self.metadata.architecture)
-            if found is not None:
-                return Assumption(found, "weights", whose=name)
+            name, transform = transform_of_weights(self.metadata.architecture)
+            if transform is not None:
+                return Assumption(transform, "weights", whose=name)
         return Assumption(Transform(), "nobody")
 
     @property
@@ -147,8 +147,8 @@ def open_model(
 
 def open_checkpoint(checkpoint: Checkpoint, architecture: str | None = None) -> LoadedModel:
     """Build the model of a checkpoint that is already read."""
-    module, found = checkpoint.build(architecture)
-    return LoadedModel(module, checkpoint.label, replace(checkpoint.metadata, architecture=found), checkpoint)
+    module, text = checkpoint.build(architecture)
+    return LoadedModel(module, checkpoint.label, replace(checkpoint.metadata, architecture=text), checkpoint)
 
 
 def open_fresh(architecture: str, sample_shape: tuple[int, ...], num_classes: int, seed: int) -> LoadedModel:

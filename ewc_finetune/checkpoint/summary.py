@@ -62,7 +62,7 @@ class CheckpointInspection:
     @property
     def facts(self) -> list[tuple[str, str]]:
         """What a person wants to know first, each with its name."""
-        found = [
+        rows = [
             ("checkpoint", str(self.file)),
             ("format", self.format),
             ("size", f"{self.bytes:,} bytes"),
@@ -79,7 +79,7 @@ class CheckpointInspection:
             ("verified", self.verified or ""),
             ("unsafe", f"its pickle asks for {few(self.unsafe)}" if self.unsafe else ""),
         ]
-        return [(name, value) for name, value in found if value] + [("note", remark) for remark in self.remarks]
+        return [(name, value) for name, value in rows if value] + [("note", remark) for remark in self.remarks]
 
 
 def inspect_checkpoint(
@@ -142,15 +142,15 @@ def _size(path: Path) -> int:
 
 def _by_dtype(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, int]]:
     """Count each tensor once, however many names it has."""
-    found: dict[str, dict[str, int]] = {}
+    counts: dict[str, dict[str, int]] = {}
     for tensor in {_key(tensor): tensor for tensor in tensors.values()}.values():
-        known = found.setdefault(
+        known = counts.setdefault(
             str(tensor.dtype).removeprefix("torch."), dict.fromkeys(("tensors", "numbers", "bytes"), 0)
         )
         known["tensors"] += 1
         known["numbers"] += tensor.numel()
         known["bytes"] += tensor.numel() * tensor.element_size()
-    return found
+    return counts
 
 
 def _tied(tensors: Mapping[str, Tensor]) -> list[list[str]]:

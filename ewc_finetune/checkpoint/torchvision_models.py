@@ -90,8 +90,8 @@ class _WithoutMemory(TorchFunctionMode):
 
 @cache
 def _table() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = json.loads(_TABLE.read_text(encoding="utf-8"))
-    return found
+    table: dict[str, list[str]] = json.loads(_TABLE.read_text(encoding="utf-8"))
+    return table
 
 
 def make_table() -> str:

@@ -36,8 +36,8 @@ def refer_to_hub(loaded: LoadedModel) -> dict[str, Any]:
             f"{loaded.label} has its weights in {place.file}; an anchor can refer to safetensors files alone. Leave "
             "--anchor-weights reference out"
         )
-    found = fetch_with_parts(look_up(place), place.file)
+    fetched = fetch_with_parts(look_up(place), place.file)
     folder = place.file.rpartition("/")[0]
-    files = [f"{folder}/{name}" if folder else name for name in found.parts] or [place.file]
+    files = [f"{folder}/{name}" if folder else name for name in fetched.parts] or [place.file]
     weights = cpu_copy(dict(loaded.model.named_parameters()))
     return refer(weights, place, files)

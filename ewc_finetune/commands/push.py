@@ -231,32 +231,32 @@ def parse_size(text: int | str) -> int:
 
 def _as_file(options: PushOptions, folder: Path) -> Path:
     """Return a file with what is to be pushed: the anchor's own where nothing is to be left out of it."""
-    anchor, probes, progress = options.anchor, options.probes, options.progress
-    opened = anchor if isinstance(anchor, Anchor) else Anchor.open(anchor, digest=False)
-    for remark in opened.remarks:
+    given, probes, progress = options.anchor, options.probes, options.progress
+    anchor = given if isinstance(given, Anchor) else Anchor.open(given, digest=False)
+    for remark in anchor.remarks:
         progress.note(remark)
-    validate(opened)
-    held = [describe.probe(*known) for known in zip(records_of(opened.probes), bytes_of(opened.probes), strict=True)]
+    validate(anchor)
+    held = [describe.probe(*known) for known in zip(records_of(anchor.probes), bytes_of(anchor.probes), strict=True)]
     if held and probes is None:
         raise UsageError(
-            f"{opened.label} holds {' and '.join(held)}; say whether the Hub may have them: --probes or --no-probes"
+            f"{anchor.label} holds {' and '.join(held)}; say whether the Hub may have them: --probes or --no-probes"
         )
     if held and probes:
         progress.note(f"the anchor holds {' and '.join(held)}: whoever may read the repository has them")
     path = folder / "whole.safetensors"
     if held and not probes:
-        opened = opened.without_probes()
+        anchor = anchor.without_probes()
         progress.note(
             "the samples in the anchor were left out, so that what is pushed has another digest than the file"
         )
-    if isinstance(anchor, Anchor) or opened.path is None:
-        return Path(str(opened.save(path).path))
+    if isinstance(given, Anchor) or anchor.path is None:
+        return Path(str(anchor.save(path).path))
     if held and not probes:
         with storage_errors(folder):
-            kept = tuple(group for group in groups_of(opened.provenance) if group != "probe.")
-            write_groups(open_source(opened.path), kept, opened.metadata, path)
+            kept = tuple(group for group in groups_of(anchor.provenance) if group != "probe.")
+            write_groups(open_source(anchor.path), kept, anchor.metadata, path)
         return path
-    return opened.path
+    return anchor.path
 
 
 def _sizes(additions: Mapping[str, Path | bytes]) -> str:

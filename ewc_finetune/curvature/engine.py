@@ -173,7 +173,7 @@ class Engine:
         n: int,
         by_rules: Mapping[str, Tensor],
     ) -> list[str]:
-        """Compare sample n of the chunk with autograd; return the parameters for which `by_rules`, its part, differs."""
+        """Compare sample n of the chunk with autograd; return the parameters whose part `by_rules` differs."""
         one = slice(n, n + 1)
         truth = fallback.one_at_a_time(self.model, ruled, _fresh(plan, take(inputs, one)), fisher.vectors(one))
         parts = {name: part[0] for name, (_, part) in truth.items()}

@@ -138,8 +138,8 @@ def _is_revision(text: str) -> bool:
 
 def _name_and_rest(text: str) -> tuple[str, str, str]:
     """Split `NAME[@REVISION][/FILE]` at whichever comes first."""
-    found = re.match(r"([^@/]*)([@/]?)(.*)", text, re.DOTALL)
-    return (text, "", "") if found is None else (found[1], found[2], found[3])
+    match = re.match(r"([^@/]*)([@/]?)(.*)", text, re.DOTALL)
+    return (text, "", "") if match is None else (match[1], match[2], match[3])
 
 
 def _quoted(revision: str) -> str:

@@ -60,8 +60,8 @@ def _is_there(promise: Promise | None, content: Path | bytes) -> bool:
     if promise is None:
         return False
     if promise.sha256 is not None:
-        found = sha256(content) if isinstance(content, Path) else hashlib.sha256(content).hexdigest()
-        return promise.sha256 == found
+        digest = sha256(content) if isinstance(content, Path) else hashlib.sha256(content).hexdigest()
+        return promise.sha256 == digest
     return promise.blob == git_hash(content)
 
 

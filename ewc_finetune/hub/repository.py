@@ -154,35 +154,35 @@ def look_up_now(address: HubAddress) -> Repository:
         HubError: as `look_up` raises it.
     """
     with hub_errors(address):
-        found = patiently(
+        info = patiently(
             lambda: api().model_info(
                 address.repository, revision=address.revision, files_metadata=True, timeout=PATIENCE
             )
         )
-    if found.sha is None or not is_commit(found.sha):
+    if info.sha is None or not is_commit(info.sha):
         raise HubError(f"{address}: the Hub does not say what commit this is. Is HF_ENDPOINT that of a Hub?")
     files = {
         sibling.rfilename: Promise(
             sibling.size, None if sibling.lfs is None else sibling.lfs["sha256"], sibling.blob_id
         )
-        for sibling in found.siblings or ()
+        for sibling in info.siblings or ()
     }
-    return Repository(address, found.sha, files, private=found.private)
+    return Repository(address, info.sha, files, private=info.private)
 
 
-def remember(found: Repository) -> None:
+def remember(repository: Repository) -> None:
     """Have the cache know what a branch is now, as the client does, should there be no connection later.
 
     For when all is fetched that somebody would want then.
     """
-    revision = found.address.revision or _DEFAULT_BRANCH
-    if is_commit(revision) or found.cached is not None:
+    revision = repository.address.revision or _DEFAULT_BRANCH
+    if is_commit(revision) or repository.cached is not None:
         return
-    ref = _folder_of(found.address) / "refs" / revision
+    ref = _folder_of(repository.address) / "refs" / revision
     with contextlib.suppress(OSError, StorageError):
         ref.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(ref) as temporary:
-            temporary.write_text(found.commit)
+            temporary.write_text(repository.commit)
 
 
 def _folder_of(address: HubAddress) -> Path:
@@ -219,13 +219,13 @@ def _promised(path: Path) -> Promise:
 
 def _checked(path: Path, promise: Promise, place: HubAddress) -> str:
     """Return the digest of a file, and remove it from the cache if it is not what was promised."""
-    found = sha256(path)
+    digest = sha256(path)
     if promise.sha256 is not None:
-        kind, expected, own = "SHA-256", promise.sha256, found
+        kind, expected, own = "SHA-256", promise.sha256, digest
     elif promise.blob is not None:
         kind, expected, own = "git hash", promise.blob, git_hash(path)
     else:
-        return found
+        return digest
     if own != expected:
         with contextlib.suppress(OSError):  # a cache that others look after may be read only
             path.resolve().unlink(missing_ok=True)
@@ -234,7 +234,7 @@ def _checked(path: Path, promise: Promise, place: HubAddress) -> str:
             f"{place} is not what the Hub promised: its {kind} is {own}, and should be {expected}. It was taken out of "
             "the cache if that may be written to; run the command again, and if it stays so, don't use it"
         )
-    return found
+    return digest
 
 
 def git_hash(content: Path | bytes) -> str:

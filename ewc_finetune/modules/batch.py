@@ -45,7 +45,7 @@ def tensors(inputs: Inputs) -> list[Tensor]:
 
 
 def named(inputs: Inputs) -> dict[str, Tensor]:
-    """Return the tensors of the batch by name, which a single one has none of."""
+    """Return the tensors of the batch by name; a single one has an empty name."""
     return {"": inputs} if isinstance(inputs, Tensor) else inputs
 
 

@@ -55,20 +55,20 @@ class Archive:
             self._archive = zipfile.ZipFile(path)
         except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
             raise self._damaged(str(error)) from error
-        found = self._archive.infolist()
+        infos = self._archive.infolist()
         try:
-            self._check_end(len(found))
-            _check_names(path, [member.orig_filename for member in found])
-            self._check_places(found)
-            _check_packed(path, found)
+            self._check_end(len(infos))
+            _check_names(path, [member.orig_filename for member in infos])
+            self._check_places(infos)
+            _check_packed(path, infos)
         except BaseException:
             self._archive.close()
             raise
-        folders = {member.filename.partition("/")[0] for member in found}
+        folders = {member.filename.partition("/")[0] for member in infos}
         self.folder = f"{folders.pop()}/" if len(folders) == 1 else ""
-        self.members = {member.filename.removeprefix(self.folder): member.file_size for member in found}
-        self.has_checksums = any(member.CRC for member in found)
-        for member in found if not self.has_checksums else ():
+        self.members = {member.filename.removeprefix(self.folder): member.file_size for member in infos}
+        self.has_checksums = any(member.CRC for member in infos)
+        for member in infos if not self.has_checksums else ():
             del member.CRC  # zipfile then compares none
 
     def __enter__(self) -> Archive:
@@ -88,9 +88,9 @@ class Archive:
         if name not in self.members:
             raise self._damaged(f"it has no {name}")
         with self._reading(name) as file:
-            found = file.read()
-        self._check_size(name, len(found))
-        return found
+            content = file.read()
+        self._check_size(name, len(content))
+        return content
 
     def verify(self, count: Callable[[int], None] = lambda size: None) -> None:
         """Read every member, and compare it with its checksum.

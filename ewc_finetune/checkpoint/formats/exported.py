@@ -61,9 +61,9 @@ class Exported(Program):
             NonFiniteError: if a weight is NaN or infinite.
         """
         _check_batch(self._sizes, self.label)
-        found = _baked_in(self._graph, self.label)
-        if found:
-            self.remarks += (f"{self.label}: exported in eval mode; {' and '.join(found)}, in training too",)
+        decided = _baked_in(self._graph, self.label)
+        if decided:
+            self.remarks += (f"{self.label}: exported in eval mode; {' and '.join(decided)}, in training too",)
         return super().build(architecture)
 
     def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], metadata: ModelMetadata) -> None:
@@ -142,10 +142,10 @@ def _sizes_of(program: torch.export.ExportedProgram) -> Iterator[tuple[str, list
 
 
 def _check_batch(sizes: dict[str, list[int | None]], label: str) -> None:
-    for found in sizes.values():
-        if found and found[0] is not None:
+    for shape in sizes.values():
+        if shape and shape[0] is not None:
             raise ArchitectureError(
-                f"{label} was exported for batches of exactly {found[0]}. Export it again with a dynamic first "
+                f"{label} was exported for batches of exactly {shape[0]}. Export it again with a dynamic first "
                 "dimension: dynamic_shapes={0: torch.export.Dim('batch')} for each input"
             )
 

@@ -168,16 +168,16 @@ def _document(archive: Archive, name: str) -> dict[str, Any]:
     if archive.members.get(name, 0) > _LARGEST_DOCUMENT:
         raise _not_whole(archive.path, f"its {name} has {archive.members[name]:,} bytes")
     try:
-        found = json.loads(archive.read(name))
+        document = json.loads(archive.read(name))
     except (ValueError, RecursionError) as error:
         raise _not_whole(archive.path, f"its {name} is no JSON document: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise _not_whole(archive.path, f"its {name} is no JSON object")
-    return found
+    return document
 
 
 def _stored(archive: Archive, name: str, folder: str) -> dict[str, Stored]:
-    found = {}
+    stored = {}
     try:
         for tensor, told in _document(archive, name)["config"].items():
             if told["use_pickle"] or not _TENSORS.fullmatch(told["path_name"]):
@@ -186,10 +186,10 @@ def _stored(archive: Archive, name: str, folder: str) -> dict[str, Stored]:
             size, stride = (tuple(_whole(n["as_int"]) for n in meta[key]) for key in ("sizes", "strides"))
             record, offset = folder + told["path_name"], _whole(meta["storage_offset"]["as_int"])
             flags = bool(told["is_param"]), bool(meta["requires_grad"])
-            found[tensor] = Stored(record, DTYPES[meta["dtype"]], size, stride, offset, *flags)
+            stored[tensor] = Stored(record, DTYPES[meta["dtype"]], size, stride, offset, *flags)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _not_whole(archive.path, f"its {name} is not as torch writes it: {error!r}") from error
-    return found
+    return stored
 
 
 def _whole(number: object) -> int:

@@ -47,13 +47,13 @@ def _expressions(value: object) -> Iterator[object]:
     """Yield what stands as an expression anywhere in a document."""
     left = [value]
     while left:
-        found = left.pop()
-        if isinstance(found, dict):
-            left += [item for key, item in found.items() if key != "expr_str"]
-            if "expr_str" in found:
-                yield found["expr_str"]
-        elif isinstance(found, list):
-            left += found
+        part = left.pop()
+        if isinstance(part, dict):
+            left += [item for key, item in part.items() if key != "expr_str"]
+            if "expr_str" in part:
+                yield part["expr_str"]
+        elif isinstance(part, list):
+            left += part
 
 
 def _is_arithmetic(text: object) -> bool:

@@ -74,14 +74,14 @@ class Sharded(Weights):
         self, path: Path, state: OrderedDict[str, Any], metadata: ModelMetadata, *, overwrite: bool = True
     ) -> None:
         """See `Stateful`; every tensor stays in the shard that it was in."""
-        found = merged(self.state, self.prefix, state)
+        tensors = merged(self.state, self.prefix, state)
         *shards, index = self.outputs(path)
         names = {name: shard.name for (name, _), shard in zip(self._shards, shards, strict=True)}
         weight_map = {tensor: names[shard] for tensor, shard in self._index["weight_map"].items()}
         with atomic_writes([*shards, index], overwrite=overwrite) as temporaries:
             for number, ((before, header), shard) in enumerate(zip(self._shards, shards, strict=True)):
                 own = self._others[before] | {
-                    name: found[name] for name, place in weight_map.items() if place == shard.name
+                    name: tensors[name] for name, place in weight_map.items() if place == shard.name
                 }
                 known = {RECORD: metadata.to_text()} if number == 0 else {}
                 with storage_errors(shard):

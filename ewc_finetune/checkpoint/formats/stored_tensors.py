@@ -63,9 +63,9 @@ def _check_lengths(archive: Archive) -> None:
         except Exception as error:
             raise _wrong(archive, f"its {name} is no pickle of tensors: {error or type(error).__name__}") from error
         for key, size in reader.storages.items():
-            found = next((archive.members[f"{f}/{key}"] for f in folders if f"{f}/{key}" in archive.members), None)
-            if found != size:
-                has = "no record" if found is None else f"a record of {found:,} bytes"
+            length = next((archive.members[f"{f}/{key}"] for f in folders if f"{f}/{key}" in archive.members), None)
+            if length != size:
+                has = "no record" if length is None else f"a record of {length:,} bytes"
                 raise _wrong(archive, f"a tensor needs {size:,} bytes, and there is {has} for it, {folders[0]}/{key}")
 
 

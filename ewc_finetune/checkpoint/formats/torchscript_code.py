@@ -88,7 +88,7 @@ def _calls_of(function: ast.FunctionDef, defined: Set[str]) -> Iterator[str]:
     if function.name in _RUN_AT_LOAD:
         yield f"it defines {function.name}, which runs as it is loaded"
     assigned = _assigned(function).items()
-    aliases = {name for name, found in assigned if found and _ALIAS.fullmatch(name) and all(map(_is_own, found))}
+    aliases = {name for name, values in assigned if values and _ALIAS.fullmatch(name) and all(map(_is_own, values))}
     for node in ast.walk(function):
         if not isinstance(node, ast.Call):
             continue
@@ -106,24 +106,24 @@ def _calls_of(function: ast.FunctionDef, defined: Set[str]) -> Iterator[str]:
 
 def _assigned(function: ast.FunctionDef) -> dict[str, list[ast.expr | None]]:
     """Return what each name in a function is ever made to stand for; None for what is not seen here."""
-    found: dict[str, list[ast.expr | None]] = {}
+    values: dict[str, list[ast.expr | None]] = {}
     for node in ast.walk(function):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.setdefault(node.id, [])
+            values.setdefault(node.id, [])
         elif isinstance(node, ast.arg):
-            found.setdefault(node.arg, []).append(None)
+            values.setdefault(node.arg, []).append(None)
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
             plain = len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
             for target in node.targets:
                 for name in ast.walk(target):
                     if isinstance(name, ast.Name):
-                        found.setdefault(name.id, []).append(node.value if plain else None)
+                        values.setdefault(name.id, []).append(node.value if plain else None)
         elif isinstance(node, (ast.For, ast.With, ast.AugAssign, ast.AnnAssign)):
             for name in ast.walk(node.items[0] if isinstance(node, ast.With) else node.target):
                 if isinstance(name, ast.Name):
-                    found.setdefault(name.id, []).append(None)
-    return found
+                    values.setdefault(name.id, []).append(None)
+    return values
 
 
 def _is_own(value: ast.expr | None) -> bool:

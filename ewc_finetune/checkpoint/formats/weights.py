@@ -74,9 +74,9 @@ class Weights(Stateful):
 
     def _recognised(self) -> tuple[str, str]:
         for prefix in prefixes(self.state):
-            found = recognise({name: tensor.shape for name, tensor in without(self.state, prefix).items()})
-            if found is not None:
-                return found, prefix
+            architecture = recognise({name: tensor.shape for name, tensor in without(self.state, prefix).items()})
+            if architecture is not None:
+                return architecture, prefix
         raise ArchitectureError(
             f"{self.label} does not say what architecture its weights belong to, and they are none of torchvision's. "
             f"Name it with --arch: {FORMS}"

@@ -193,19 +193,21 @@ def _of_graph(model: ModelProto) -> list[str]:
     said = ["exported for inference; dropout stays off"]
     if "Conv" in operators and "BatchNormalization" not in operators:
         said.append("normalisation that was folded into convolutions stays there")
-    found = [f"{' and '.join(said)}, in training too"]
+    remarks = [f"{' and '.join(said)}, in training too"]
     last = next(node.op_type for node in model.graph.node if model.graph.output[0].name in node.output)
     if last in ("Softmax", "Sigmoid"):
-        found.append(f"it ends in {last}, so its outputs are probabilities where a loss expects logits; export without")
-    return found
+        remarks.append(
+            f"it ends in {last}, so its outputs are probabilities where a loss expects logits; export without"
+        )
+    return remarks
 
 
 def _of_links(links: Links) -> list[str]:
     """Say what became of constants that several layers have, or none."""
-    found = []
+    remarks = []
     if links.shared:
         names = [f"{source} (of {len(uses)} layers)" for source, uses in links.shared.items()]
-        found.append(f"what is one tensor in the file is trained as one: {few(names)}")
+        remarks.append(f"what is one tensor in the file is trained as one: {few(names)}")
     if links.constants:
-        found.append(f"constants that nothing shows to be weights stay as they are: {few(links.constants)}")
-    return found
+        remarks.append(f"constants that nothing shows to be weights stay as they are: {few(links.constants)}")
+    return remarks

@@ -100,17 +100,17 @@ def link(module: fx.GraphModule, lowered: Lowered, label: str) -> Links:
     links: list[Link] = []
     shared: dict[str, list[str]] = {}
     constants: list[str] = []
-    for source, found in uses.items():
+    for source, users in uses.items():
         value = read_tensor(values[source], label)
-        weights = [use for use in found if use.kind == "weight"] if value.is_floating_point() else []
+        weights = [use for use in users if use.kind == "weight"] if value.is_floating_point() else []
         if weights:
-            tied = weights + [use for use in found if use.kind == "constant"]
+            tied = weights + [use for use in users if use.kind == "constant"]
             links.append(_link(tied, value, label))
             if len(weights) > 1:
                 shared[source] = [use.name for use in weights]
-        elif value.is_floating_point() and value.numel() > 1 and any(use.kind == "constant" for use in found):
+        elif value.is_floating_point() and value.numel() > 1 and any(use.kind == "constant" for use in users):
             constants.append(source)
-        statistics = [use for use in found if use.kind == "statistic"]
+        statistics = [use for use in users if use.kind == "statistic"]
         if statistics:
             links.append(_link(statistics, value, label))
     unlinked = {name for name, _ in module.named_parameters()} - {entry.name for entry in links}
@@ -188,8 +188,8 @@ def _link(uses: Sequence[_Use], value: Tensor, label: str) -> Link:
         )
     trained = first.kind == "weight"
     places = tuple(use.place for use in uses)
-    found = Link(first.name, first.source, first.transposed, first.scale, places, trained)
-    if any(not torch.equal(getattr(use.owner, use.attribute), found.read(value)) for use in uses):
+    entry = Link(first.name, first.source, first.transposed, first.scale, places, trained)
+    if any(not torch.equal(getattr(use.owner, use.attribute), entry.read(value)) for use in uses):
         raise ArchitectureError(
             f"{label}: its tensor {first.source!r} is not what the converter made of it ({_names(uses)}), so it could "
             "not be written back. Start from the PyTorch checkpoint that it was exported from"
@@ -198,7 +198,7 @@ def _link(uses: Sequence[_Use], value: Tensor, label: str) -> Link:
     one = nn.Parameter(tensor) if trained else tensor
     for use in uses:
         setattr(use.owner, use.attribute, one)
-    return found
+    return entry
 
 
 def _names(uses: Sequence[_Use]) -> str:
@@ -210,7 +210,7 @@ def _uses(module: fx.GraphModule, lowered: Lowered) -> list[_Use]:
     nodes = {node.name: node for node in lowered.model.graph.node}
     graph = _Neighbours(lowered.model)
     names: dict[str, str] = {}
-    found: list[_Use] = []
+    uses: list[_Use] = []
     for call in module.graph.nodes:
         if call.op != "call_module":
             continue
@@ -219,7 +219,7 @@ def _uses(module: fx.GraphModule, lowered: Lowered) -> list[_Use]:
         for owner, name, prefix, slot, transposed, scale in _absorbed(part, node):
             kind = "statistic" if name.startswith("running_") else "weight"
             full = f"{node.name}.{prefix}{name}"
-            found.append(_Use(owner, name, full, node.input[slot], (place, slot), kind, transposed, scale))
+            uses.append(_Use(owner, name, full, node.input[slot], (place, slot), kind, transposed, scale))
         given = [value for value in (*call.args, *call.kwargs.values()) if value is not None]
         for argument, source in zip(given, [name for name in _inputs(part) if name], strict=True):
             if argument.op != "get_attr":
@@ -228,9 +228,9 @@ def _uses(module: fx.GraphModule, lowered: Lowered) -> list[_Use]:
             slot = list(node.input).index(source)
             kind = "weight" if graph.shows_weight(node, slot) else "constant"
             name = argument.target.rpartition(".")[2]
-            found.append(_Use(owner, name, argument.target, source, (place, slot), kind))
+            uses.append(_Use(owner, name, argument.target, source, (place, slot), kind))
     module.recompile()
-    return found
+    return uses
 
 
 def _inputs(part: nn.Module) -> tuple[str, ...]:

@@ -53,17 +53,17 @@ class Lowered:
 
 def tensors(model: ModelProto) -> dict[str, TensorProto]:
     """Return the constant tensors of a graph by their names there: initializers and what Constant nodes hold."""
-    found = {tensor.name: tensor for tensor in model.graph.initializer}
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
     for node in model.graph.node:
         if node.op_type == "Constant" and attribute(node, "value") is not None:
-            found[node.output[0]] = next(a for a in node.attribute if a.name == "value").t
-    return found
+            constants[node.output[0]] = next(a for a in node.attribute if a.name == "value").t
+    return constants
 
 
 def attribute(node: NodeProto, name: str, default: Any = None) -> Any:
     """Return a node's attribute of this name."""
-    found = next((a for a in node.attribute if a.name == name), None)
-    return default if found is None else helper.get_attribute_value(found)
+    entry = next((a for a in node.attribute if a.name == name), None)
+    return default if entry is None else helper.get_attribute_value(entry)
 
 
 def check_interface(model: ModelProto, label: str) -> None:
@@ -74,10 +74,10 @@ def check_interface(model: ModelProto, label: str) -> None:
     """
     constants = {tensor.name for tensor in model.graph.initializer}
     inputs = [value for value in model.graph.input if value.name not in constants]
-    for what, found in (("input", inputs), ("output", list(model.graph.output))):
-        if len(found) != 1:
-            names = ", ".join(value.name for value in found) or "none"
-            raise ArchitectureError(f"{label} has {len(found)} {what}s ({names}); ewc-ft trains models of one {what}")
+    for what, values in (("input", inputs), ("output", list(model.graph.output))):
+        if len(values) != 1:
+            names = ", ".join(value.name for value in values) or "none"
+            raise ArchitectureError(f"{label} has {len(values)} {what}s ({names}); ewc-ft trains models of one {what}")
     dims = inputs[0].type.tensor_type.shape.dim
     if dims and dims[0].HasField("dim_value"):
         name = inputs[0].name
@@ -94,8 +94,8 @@ def check_operators(model: ModelProto, label: str) -> None:
     Raises:
         ArchitectureError: naming them, and the way back to a model that can be trained.
     """
-    found = {_name(node): node for node in model.graph.node}
-    quantized = sorted(name for name, node in found.items() if _QUANTIZED.search(node.op_type))
+    operators = {_name(node): node for node in model.graph.node}
+    quantized = sorted(name for name, node in operators.items() if _QUANTIZED.search(node.op_type))
     if quantized:
         raise ArchitectureError(
             f"{label} is quantized ({', '.join(quantized)}), and rounded weights cannot be trained. Use the model from "
@@ -311,8 +311,8 @@ def _lower_node(node: NodeProto, opset: int, constants: Mapping[str, TensorProto
 
 
 def _numbers(tensor: TensorProto) -> list[Any]:
-    found: list[Any] = numpy_helper.to_array(tensor).flatten().tolist()
-    return found
+    numbers: list[Any] = numpy_helper.to_array(tensor).flatten().tolist()
+    return numbers
 
 
 def safe_name(name: str, taken: Set[str]) -> str:
@@ -320,7 +320,7 @@ def safe_name(name: str, taken: Set[str]) -> str:
     name = re.sub(r"[^\w/:-]", "_", name.replace(".", "/"), flags=re.ASCII).strip("/") or "node"
     if name.startswith("_") or name.startswith("onnx_initializer_"):
         name = f"node{name}"
-    found, number = name, 1
-    while found in taken or found == "training" or hasattr(fx.GraphModule, found):
-        found, number = f"{name}_{number}", number + 1
-    return found
+    free, number = name, 1
+    while free in taken or free == "training" or hasattr(fx.GraphModule, free):
+        free, number = f"{name}_{number}", number + 1
+    return free
