@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ewc_finetune.curvature.kronecker_block import Block
-from ewc_finetune.curvature.kronecker_factors import Factor, Full, Truncated
+from ewc_finetune.curvature.kronecker_factors import DenseFactor, EighDecomposed, Factor
 from ewc_finetune.errors import AnchorError, NonFiniteError
 from ewc_finetune.storage.lazy_tensors import TensorFile
 
@@ -146,15 +146,15 @@ def _outline(tensors: TensorFile, key: str, where: str) -> Factor:
     """Return a factor of which the matrix has no numbers."""
     rows = _size(tensors.shapes, key) or 0
     if key in tensors:
-        return Full(torch.empty(rows, rows, device="meta"))
+        return DenseFactor(torch.empty(rows, rows, device="meta"))
     values = tensors[f"{key}.values"].float()
     if not (values.isfinite() & (values >= 0)).all():
         raise AnchorError(f"{where}: kfac.{key}.values holds what no eigenvalues are. Make the anchor again")
-    return Truncated(torch.empty(rows, len(values) - 1, device="meta"), values[:-1], values[-1].item())
+    return EighDecomposed(torch.empty(rows, len(values) - 1, device="meta"), values[:-1], values[-1].item())
 
 
 def _stored(tensors: TensorFile, key: str, factor: Factor) -> StoredFactor:
-    if not isinstance(factor, Truncated):
+    if not isinstance(factor, EighDecomposed):
         return StoredFactor(factor.size, factor.size, 1.0, True, tensors.bytes[key])
     held, trace = factor.eigenvalues.double().sum().item(), factor.trace
     taken = sum(tensors.bytes[f"{key}.{part}"] for part in ("vectors", "values"))
@@ -177,7 +177,7 @@ def to_tensors(blocks: Mapping[str, Block]) -> dict[str, Tensor]:
     for layer, block in blocks.items():
         for side in SIDES:
             factor: Factor = getattr(block, side)
-            if isinstance(factor, Truncated):
+            if isinstance(factor, EighDecomposed):
                 rest = factor.eigenvalues.new_tensor([factor.rest])
                 tensors[f"{layer}.{side}.vectors"] = factor.vectors
                 tensors[f"{layer}.{side}.values"] = torch.cat([factor.eigenvalues, rest])
@@ -207,13 +207,13 @@ def check_block(block: Block, where: str) -> None:
     for side in SIDES:
         factor: Factor = getattr(block, side)
         name = f"{where}: the {side} factor of {block.layer}"
-        if isinstance(factor, Truncated):
+        if isinstance(factor, EighDecomposed):
             tensors = [factor.vectors, factor.eigenvalues, torch.tensor(factor.rest)]
         else:
             tensors = [factor.matrix()]
         if not all(tensor.isfinite().all() for tensor in tensors):
             raise NonFiniteError(f"{name} holds NaN or infinity. Make the anchor again")
-        if isinstance(factor, Truncated):
+        if isinstance(factor, EighDecomposed):
             _check_eigen(factor, name)
         else:
             _check_matrix(factor.matrix(), name)
@@ -229,7 +229,7 @@ def check_factor(name: str, tensor: Tensor, where: str) -> None:
         raise AnchorError(f"{where}: kfac.{name} has type {tensor.dtype}; expected float32")
 
 
-def _check_eigen(factor: Truncated, name: str) -> None:
+def _check_eigen(factor: EighDecomposed, name: str) -> None:
     if (factor.eigenvalues < 0).any() or factor.rest < 0:
         raise AnchorError(f"{name} has negative eigenvalues; it must be a mean of outer products")
     if (factor.eigenvalues.diff() > 0).any():
@@ -275,6 +275,6 @@ def _read(tensors: TensorFile, key: str, where: str) -> Factor:
         matrix = values.new_zeros(size, size)
         matrix[rows, columns] = values
         matrix[columns, rows] = values
-        return Full(matrix)
+        return DenseFactor(matrix)
     eigenvalues = tensors[f"{key}.values"].float()
-    return Truncated(tensors[f"{key}.vectors"], eigenvalues[:-1], eigenvalues[-1].item())
+    return EighDecomposed(tensors[f"{key}.vectors"], eigenvalues[:-1], eigenvalues[-1].item())

@@ -3,38 +3,55 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from ewc_finetune.anchor.schema import FORMAT
 from ewc_finetune.checkpoint.formats.archive import Archive, is_archive
 from ewc_finetune.errors import CheckpointError
+from ewc_finetune.storage.shards import PART
 
 Format = Literal[
     "anchor", "safetensors", "sharded safetensors", "torchscript", "torch.export", "onnx", "torch.save", "hugging face"
 ]
 
-# Beyond so much an index of shards is none.
+# Bytes: no index of shards, and no header of a safetensors file, is larger.
 _LARGEST_INDEX = 100 << 20
 
-# An ONNX file has no magic number: it begins with these fields of a protobuf message, each of its type of number.
-_LENGTH = 2
-_ONNX_VERSION, _ONNX_GRAPH = 1, 7
-_ONNX_BEFORE_GRAPH = {2: _LENGTH, 3: _LENGTH, 4: _LENGTH, 5: 0, 6: _LENGTH, _ONNX_GRAPH: _LENGTH}
-_ONNX_FIELDS = 20
+# An ONNX file has no magic number. It is a protobuf message that begins with its version, then says in texts and a
+# number what wrote it, and then has the graph, which begins with its nodes or its name.
+_ONNX_VERSION = b"\x08"
+_ONNX_TEXTS = (b"\x12", b"\x1a", b"\x22", b"\x32")
+_ONNX_NUMBER = b"\x28"
+_ONNX_GRAPH = b"\x3a"
+_ONNX_IN_GRAPH = (b"\x0a", b"\x12", b"")  # nothing follows where the file is cut short
+_ONNX_MOST_FIELDS = 20
 _ONNX_LARGEST_VERSION = 1000
-_ONNX_LARGEST = 2 << 30
-# The first bytes of the fields that a graph may begin with (nodes, name, initializers, text, inputs and so on), and of
-# those that may follow it (sets of operators, metadata, functions and so on).
-_ONNX_IN_GRAPH = {0x0A, 0x12, 0x2A, 0x52, 0x5A, 0x62, 0x6A, 0x72, 0x7A, 0x82}
-_ONNX_AFTER_GRAPH = {0x3A, 0x42, 0x72, 0xA2, 0xCA, 0xD2}
 
 
-def detect(path: Path) -> Format:
-    """Return the format of a file.
+@contextmanager
+def detected(path: Path) -> Iterator[tuple[Format, Archive | None]]:
+    """Tell the format of a file; where that is an archive, it is open inside the block.
 
     Raises:
         CheckpointError: if it is missing, empty, or an archive that is damaged or made to do harm.
     """
+    if path.is_file() and is_archive(path):
+        with Archive(path) as archive:
+            yield _of_archive(archive), archive
+    else:
+        yield _of_file(path), None
+
+
+def detect(path: Path) -> Format:
+    """Return the format of a file; see `detected`."""
+    with detected(path) as (kind, _):
+        return kind
+
+
+def _of_file(path: Path) -> Format:
     if path.is_dir():
         if (path / "config.json").is_file():
             return "hugging face"
@@ -57,9 +74,7 @@ def detect(path: Path) -> Format:
     if head[:1] == b"{" and size < _LARGEST_INDEX:
         index = _index(path)
         if index is not None:
-            return "anchor" if _is_anchor(index.get("metadata")) else "sharded safetensors"
-    if is_archive(path):
-        return _of_archive(path)
+            return "anchor" if is_of_anchor(index.get("metadata")) else "sharded safetensors"
     return "onnx" if _is_onnx(path) else "torch.save"
 
 
@@ -74,54 +89,38 @@ def _of_safetensors(path: Path) -> Format:
             raise CheckpointError(
                 f"{path} is not a whole safetensors file. Copy it again from where it came"
             ) from error
-    return "anchor" if _is_anchor(metadata) else "safetensors"
+    return "anchor" if is_of_anchor(metadata) else "safetensors"
 
 
-def _is_anchor(metadata: object) -> bool:
-    """Whether these are the metadata of an anchor, or of a part of one, which it is then for the anchor to say."""
-    return isinstance(metadata, dict) and metadata.get("format") in ("ewc-anchor", "ewc-anchor-part")
+def is_of_anchor(metadata: object) -> bool:
+    """Whether these are the metadata of an anchor, or of a part of one, which the anchor's reader refuses by name."""
+    return isinstance(metadata, Mapping) and metadata.get("format") in (FORMAT, PART)
 
 
 def _index(path: Path) -> dict[str, Any] | None:
     """Return what an index of several files holds; None if the file is none."""
     try:
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("weight_map"), dict) else None
+    return document if isinstance(document, dict) and isinstance(document.get("weight_map"), dict) else None
 
 
 def _is_onnx(path: Path) -> bool:
-    """Whether a file is a protobuf message whose first fields are an ONNX model's, the version and then the graph."""
+    """Whether a file begins as an ONNX model does; whether it is whole is for onnx to say."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        if file.read(1) != bytes([_ONNX_VERSION << 3]) or not 0 < (_varint(file) or 0) < _ONNX_LARGEST_VERSION:
+        if file.read(1) != _ONNX_VERSION or not 0 < (_varint(file) or 0) < _ONNX_LARGEST_VERSION:
             return False
-        for _ in range(_ONNX_FIELDS):
-            tag = _varint(file)
-            if tag is None or tag & 7 != _ONNX_BEFORE_GRAPH.get(tag >> 3):
+        for _ in range(_ONNX_MOST_FIELDS):
+            tag, value = file.read(1), _varint(file)
+            if tag == _ONNX_GRAPH:
+                return value is not None and file.read(1) in _ONNX_IN_GRAPH
+            if value is None or tag not in (*_ONNX_TEXTS, _ONNX_NUMBER):
                 return False
-            value = _varint(file)
-            if value is None:
-                return False
-            if tag >> 3 == _ONNX_GRAPH:
-                return _may_be_graph(file, value, size)
-            if tag & 7 == _LENGTH:
-                if file.tell() + value > size:
-                    return False
-                file.seek(value, 1)
+            if tag in _ONNX_TEXTS:
+                file.seek(min(value, size), 1)
     return False
-
-
-def _may_be_graph(file: BinaryIO, length: int, size: int) -> bool:
-    """Whether a graph of this length may begin here: it may be cut short, for that is to be said of it."""
-    end = file.tell() + length
-    first = file.read(1)
-    if length > _ONNX_LARGEST or (first and first[0] not in _ONNX_IN_GRAPH):
-        return False
-    file.seek(min(end, size))
-    after = file.read(1)
-    return not after or after[0] in _ONNX_AFTER_GRAPH
 
 
 def _varint(file: BinaryIO) -> int | None:
@@ -137,9 +136,8 @@ def _varint(file: BinaryIO) -> int | None:
     return None
 
 
-def _of_archive(path: Path) -> Format:
-    with Archive(path) as archive:
-        members = archive.members
+def _of_archive(archive: Archive) -> Format:
+    members = archive.members
     if any(name.startswith("models/") and name.endswith(".json") for name in members) or (
         "serialized_exported_program.json" in members
     ):

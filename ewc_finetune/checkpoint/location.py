@@ -1,94 +1,114 @@
-"""Where a checkpoint is: a path, or a place on the Hub."""
+"""Where a model or an anchor is: a path, or a place on the Hub; and how the latter gets onto this machine."""
 
 from __future__ import annotations
 
 import fnmatch
 from pathlib import Path
+from typing import TypeAlias
 
-from ewc_finetune.errors import HubError, UsageError, redacted
-from ewc_finetune.hub.address import HubAddress, checked, is_address, parse_address
-from ewc_finetune.hub.anchor_files import ANCHOR_FILES, has_anchor, is_pushed
+from ewc_finetune.checkpoint.file_format import detect
+from ewc_finetune.errors import HubError
+from ewc_finetune.hub.address import MODEL, HubAddress, is_address, parse_address, parse_model_name
+from ewc_finetune.hub.anchor_files import ANCHOR_FILES, HubAnchor, anchor_in, fetch_with_parts, has_anchor, is_pushed
 from ewc_finetune.hub.client import UnreachableError, hub_errors
-from ewc_finetune.hub.repository import look_up, remember
+from ewc_finetune.hub.repository import Repository, look_up, remember
 
-HUB = "hf:"
+Location: TypeAlias = Path | HubAddress
 
-
-def is_on_hub(model: object) -> bool:
-    """Whether it names a model, or a file, on the Hub."""
-    return isinstance(model, str) and model.startswith(HUB)
-
-
-def place_of(model: str | Path) -> Path:
-    """Return the path that names what is made of a model or anchor: its own; for one on the Hub, in this folder."""
-    if is_address(model):
-        address = parse_address(model)
-        named = address.repository if address.file is None or is_pushed(address.file) else address.file
-        return Path(named.rpartition("/")[2])
-    if is_on_hub(model):
-        return Path(address_of(str(model)).repository.rpartition("/")[2])
-    return Path(model)
+# Files of a model folder that are not downloaded: weights in other formats or in folders within it, and anchors.
+_NOT_DOWNLOADED = (
+    *("*.h5", "*.msgpack", "*.onnx*", "*.gguf", "*.ot", "*.tflite", "*.pt", "*.pth", "*/*.safetensors", "*/*.bin"),
+    *ANCHOR_FILES,
+)
 
 
-def is_there(model: str | Path) -> bool:
+def locate(place: str | Location) -> Location:
+    """Read where something is: a path, `hf:ORG/NAME[@REVISION]` or `hf://ORG/NAME[@REVISION][/FILE]`.
+
+    Raises:
+        UsageError: if the text begins as a place on the Hub does, and names none.
+    """
+    if not isinstance(place, str):
+        return place
+    if is_address(place):
+        return parse_address(place)
+    return parse_model_name(place) if place.startswith(MODEL) else Path(place)
+
+
+def is_there(place: str | Location) -> bool:
     """Whether it is a checkpoint rather than an architecture: a file, a folder, or the name of one on the Hub."""
-    return is_on_hub(model) or Path(model).exists()
+    location = locate(place)
+    return isinstance(location, HubAddress) or location.exists()
 
 
-def address_of(name: str) -> HubAddress:
-    """Return the repository that a model's name, `hf:org/name@revision`, means.
-
-    Raises:
-        UsageError: if it names none.
-    """
-    repository, _, revision = name.removeprefix(HUB).partition("@")
-    try:
-        return checked(HubAddress(repository, revision or None), name)
-    except UsageError:
-        form = "expected hf:ORG/NAME, with @REVISION behind it where that matters"
-        raise UsageError(f"{redacted(name)!r} names no model on the Hub; {form}") from None
+def local_name(place: str | Location) -> Path:
+    """Return the path that names what is made of a model or anchor: its own; for one on the Hub, in this folder."""
+    location = locate(place)
+    if isinstance(location, Path):
+        return location
+    file = location.file
+    return Path((location.repository if file is None or is_pushed(file) else file).rpartition("/")[2])
 
 
-def download(name: str) -> tuple[Path, str, tuple[str, ...]]:
-    """Return the folder of a model on the Hub, `hf:org/name@revision`, downloaded unless it lies in the cache.
-
-    Also return its name with the commit that the revision is, and remarks.
+def on_this_machine(place: str | Location) -> Path:
+    """Return the path of a checkpoint, or where it is once it is fetched from the Hub.
 
     Raises:
-        HubError: if there is no such model, or it can't be had.
+        HubError: if it cannot be had.
     """
+    location = locate(place)
+    return location if isinstance(location, Path) else fetch(look_up(location))[0]
+
+
+def means_model(repository: Repository) -> bool:
+    """Whether the address that a repository was looked up for means its model folder."""
+    address = repository.address
+    return address.is_model or (
+        address.file is None and "config.json" in repository.files and not has_anchor(repository)
+    )
+
+
+def fetch(repository: Repository) -> tuple[Path, HubAnchor | None]:
+    """Fetch what a repository was looked up for: the model folder, the file that is named, or the anchor.
+
+    Returns:
+        Its path; and the anchor, if it is one.
+
+    Raises:
+        HubError: if there is no such thing, or it cannot be had.
+        CheckpointError, AnchorError: if its file is damaged.
+    """
+    if means_model(repository):
+        return _fetch_folder(repository), None
+    file = repository.address.file
+    if file is not None and file in repository.files:
+        path = fetch_with_parts(repository, file).path
+        if detect(path) != "anchor":
+            remember(repository)
+            return path, None
+    anchor = anchor_in(repository)
+    return anchor.path, anchor
+
+
+def _fetch_folder(repository: Repository) -> Path:
+    """Return the folder of a model, downloaded unless it lies in the cache."""
     from huggingface_hub import snapshot_download
 
-    address = address_of(name)
-    found = look_up(address)
-    pinned = f"{HUB}{address.repository}@{found.commit}"
-    if "config.json" not in found.files and found.cached is not None:
-        raise UnreachableError(f"{name} is not in the cache, and the Hub could not be asked")
-    if "config.json" not in found.files and has_anchor(found):
-        raise HubError(f"{name} has an anchor and no model. An anchor is named hf://{address.repository}")
-    # What `save` would leave behind anyway; other folders travel along.
-    stale = [
-        "*.h5",
-        "*.msgpack",
-        "*.onnx*",
-        "*.gguf",
-        "*.ot",
-        "*.tflite",
-        "*.pt",
-        "*.pth",
-        "*/*.safetensors",
-        "*/*.bin",
-        *ANCHOR_FILES,
-    ]
-    if any(file.endswith(".safetensors") for file in found.files):
-        stale.append("*.bin")
-    folder = found.cached
+    address = repository.address
+    if "config.json" not in repository.files and repository.cached is not None:
+        raise UnreachableError(f"{address} is not in the cache, and the Hub could not be asked")
+    if "config.json" not in repository.files and has_anchor(repository):
+        raise HubError(f"{address} has an anchor and no model. An anchor is named hf://{address.repository}")
+    ignored = list(_NOT_DOWNLOADED)
+    if any(file.endswith(".safetensors") for file in repository.files):
+        ignored.append("*.bin")
+    folder = repository.cached
     if folder is None:
-        with hub_errors(found.address):
-            folder = Path(snapshot_download(address.repository, revision=found.commit, ignore_patterns=stale))
+        with hub_errors(address):
+            folder = Path(snapshot_download(address.repository, revision=repository.commit, ignore_patterns=ignored))
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         file = path.relative_to(folder).as_posix()
-        if not any(fnmatch.fnmatch(file, pattern) for pattern in stale):
-            found.check(file, path)
-    remember(found)
-    return folder, pinned, found.remarks
+        if not any(fnmatch.fnmatch(file, pattern) for pattern in ignored):
+            repository.check(file, path)
+    remember(repository)
+    return folder

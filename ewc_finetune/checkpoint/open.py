@@ -14,11 +14,9 @@ import torch
 from torch import nn
 
 from ewc_finetune.anchor.anchor import Anchor
-from ewc_finetune.anchor.schema import FORMAT
 from ewc_finetune.checkpoint.architecture import build, complete
 from ewc_finetune.checkpoint.checkpoint import Checkpoint, ModelMetadata
-from ewc_finetune.checkpoint.file_format import detect
-from ewc_finetune.checkpoint.formats.archive import is_archive
+from ewc_finetune.checkpoint.file_format import detect, detected, is_of_anchor
 from ewc_finetune.checkpoint.formats.exported import Exported, open_exported
 from ewc_finetune.checkpoint.formats.from_anchor import FromAnchor
 from ewc_finetune.checkpoint.formats.onnx.file import Onnx
@@ -32,32 +30,24 @@ from ewc_finetune.checkpoint.formats.transformers_folder import HuggingFace, wei
 from ewc_finetune.checkpoint.formats.transformers_task import task_of
 from ewc_finetune.checkpoint.formats.unpickling import NoPickleError, check_pickle
 from ewc_finetune.checkpoint.formats.weights import Weights
-from ewc_finetune.checkpoint.location import HUB, address_of, download, is_on_hub
+from ewc_finetune.checkpoint.location import Location, fetch, locate, means_model
 from ewc_finetune.checkpoint.torchvision_weights import transform_of_weights
 from ewc_finetune.data.transform import Assumption, Transform
 from ewc_finetune.errors import CheckpointError
-from ewc_finetune.hub.address import is_address, is_commit, parse_address
-from ewc_finetune.hub.anchor_files import anchor_in, fetch_with_parts, has_anchor, peek
-from ewc_finetune.hub.repository import Repository, look_up, remember
+from ewc_finetune.hub.address import HubAddress
+from ewc_finetune.hub.anchor_files import peek
+from ewc_finetune.hub.repository import look_up
 from ewc_finetune.modules.devices import random_state_kept
 from ewc_finetune.modules.finite import check_model
 from ewc_finetune.modules.task import ModelTask
 from ewc_finetune.modules.wrappers import unwrapped
 from ewc_finetune.storage.atomic import sha256
-from ewc_finetune.storage.shards import PART
 from ewc_finetune.storage.written import changed_since_written
 
 _TEXT = re.compile(rb"[\t\n\r\x20-\x7e\x80-\xff]+")
-# The formats that a file alone tells.
-_KINDS = (SafetensorsFile, Sharded, TorchScript, Exported, Onnx)
-# How they are read, by whether code in the file may run.
-_OPENERS: Mapping[str, Callable[[Path, bool], Checkpoint]] = {
-    SafetensorsFile.format: lambda path, trusted: SafetensorsFile(path),
-    Sharded.format: lambda path, trusted: Sharded(path),
-    TorchScript.format: TorchScript,
-    Exported.format: open_exported,
-    Onnx.format: lambda path, trusted: Onnx(path),
-}
+# Formats that are no archives, and in which no code can be: their files are read as they are.
+_FILES: Mapping[str, Callable[[Path], Checkpoint]] = {kind.format: kind for kind in (SafetensorsFile, Sharded, Onnx)}
+_ENDINGS = {kind.format: kind.ending for kind in (SafetensorsFile, Sharded, TorchScript, Exported, Onnx, HuggingFace)}
 
 
 @dataclass(frozen=True)
@@ -69,7 +59,7 @@ class LoadedModel:
         label: What to call it in messages.
         metadata: What is known of it, its architecture included where that is known.
         checkpoint: Where it comes from, and the way back; None for a module, and for fresh weights.
-        fresh: Whether its weights are, so that it was trained on nothing yet.
+        fresh: Whether its weights are fresh: the model was trained on nothing yet.
     """
 
     model: nn.Module
@@ -85,10 +75,10 @@ class LoadedModel:
 
     @property
     def file(self) -> str | None:
-        """Name of the checkpoint file or folder, without what it lies in."""
+        """Name of the checkpoint file without its folder, or its address on the Hub."""
         if self.checkpoint is None:
             return None
-        return self.checkpoint.label if is_on_hub(self.checkpoint.label) else Path(self.checkpoint.label).name
+        return Path(self.checkpoint.label).name if self.checkpoint.address is None else self.checkpoint.label
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -110,14 +100,14 @@ class LoadedModel:
         if self.fresh:
             return None
         if self.checkpoint is not None and self.metadata.architecture and not isinstance(self.checkpoint, FromAnchor):
-            name, found = transform_of_weights(self.metadata.architecture)
-            if found is not None:
-                return Assumption(found, "weights", whose=name)
+            name, transform = transform_of_weights(self.metadata.architecture)
+            if transform is not None:
+                return Assumption(transform, "weights", whose=name)
         return Assumption(Transform(), "nobody")
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """Of the packages that give its tensors their names, beside torch."""
+        """Versions of the packages, beside torch, that give its tensors their names."""
         return {} if self.checkpoint is None else self.checkpoint.versions
 
     @property
@@ -139,7 +129,7 @@ def open_model(
     """Open a checkpoint (or the one within an anchor), or take a module as it is.
 
     Args:
-        model: Where the weights are; of a module that is wrapped, the one within.
+        model: The checkpoint, or a module; a wrapped module (`DataParallel`, say) is unwrapped.
         architecture: What to build for them; what the file carries, or the weights show, unless given. For a module it
             is only recorded.
         trust_code: Whether code in the file may run.
@@ -157,8 +147,8 @@ def open_model(
 
 def open_checkpoint(checkpoint: Checkpoint, architecture: str | None = None) -> LoadedModel:
     """Build the model of a checkpoint that is already read."""
-    module, found = checkpoint.build(architecture)
-    return LoadedModel(module, checkpoint.label, replace(checkpoint.metadata, architecture=found), checkpoint)
+    module, text = checkpoint.build(architecture)
+    return LoadedModel(module, checkpoint.label, replace(checkpoint.metadata, architecture=text), checkpoint)
 
 
 def open_fresh(architecture: str, sample_shape: tuple[int, ...], num_classes: int, seed: int) -> LoadedModel:
@@ -172,11 +162,11 @@ def open_fresh(architecture: str, sample_shape: tuple[int, ...], num_classes: in
         return LoadedModel(build(text, trusted=True), text, ModelMetadata(architecture=text), fresh=True)
 
 
-def load_checkpoint(path: str | Path, *, trust_code: bool = False) -> Checkpoint:
+def load_checkpoint(place: str | Location, *, trust_code: bool = False) -> Checkpoint:
     """Read a checkpoint, or the checkpoint within an anchor, in whatever format it is.
 
     Args:
-        path: The file, the index of a sharded one, a model folder of transformers, `hf:org/name` for such a folder on
+        place: The file, the index of a sharded one, a model folder of transformers, `hf:org/name` for such a folder on
             the Hub, or `hf://org/name[@revision][/file]` for a file there or the repository's anchor.
         trust_code: Whether code in the file may run: a pickled module's, or that of a program which may do more than
             compute. None runs otherwise.
@@ -186,120 +176,68 @@ def load_checkpoint(path: str | Path, *, trust_code: bool = False) -> Checkpoint
         AnchorError: if it is an anchor that is damaged, or has weights without their program.
         HubError: if it cannot be had from the Hub.
     """
-    if is_address(path):
-        return _load_from_hub(path, trust_code)
-    if is_on_hub(path):
-        return _load_named(str(path))
-    found = _load_path(Path(path), trust_code)
-    found.remarks += changed_since_written(Path(path), found.sha256)
-    return found
+    location = locate(place)
+    if isinstance(location, Path):
+        checkpoint = _load_path(location, trust_code, str(location))
+        checkpoint.remarks += changed_since_written(location, checkpoint.sha256)
+        return checkpoint
+    repository = look_up(location)
+    path, anchor = fetch(repository)
+    if anchor is not None:
+        return FromAnchor(Anchor.of_hub(anchor))
+    address = replace(location.at(repository.commit), is_model=location.file is None)
+    checkpoint = _load_path(path, trust_code, str(address))
+    checkpoint.label, checkpoint.address = str(address), address
+    checkpoint.remarks += repository.remarks
+    return checkpoint
 
 
-def _load_path(path: Path, trust_code: bool) -> Checkpoint:
-    """Read what lies on this machine; see `load_checkpoint`."""
-    found = detect(path)
-    if found == "anchor":
-        return FromAnchor(Anchor.open(path))
-    if found == "hugging face":
-        return _load_folder(path, str(path))
-    if found != Exported.format and is_archive(path):  # which compares what it reads itself
-        check_archive(path, trust_code)
-    if found in _OPENERS:
-        return _OPENERS[found](path, trust_code)
-    document = _load_pickle(path, trust_code)
+def _load_path(path: Path, trust_code: bool, label: str) -> Checkpoint:
+    """Read what lies on this machine; `label` is what to call a folder."""
+    with detected(path) as (kind, archive):
+        if kind == "anchor":
+            return FromAnchor(Anchor.open(path))
+        if kind == HuggingFace.format:
+            return _load_folder(path, label)
+        if kind in _FILES:
+            return _FILES[kind](path)
+        if archive is not None:
+            if kind == Exported.format:  # its reader verifies each member that it reads
+                return open_exported(archive, trust_code)
+            check_archive(archive, trust_code)
+            if kind == TorchScript.format:
+                return TorchScript(archive, trust_code)
+        elif not trust_code:
+            _check_bare_pickle(path)
+    return _load_pickled(path, trust_code)
+
+
+def _load_pickled(path: Path, trust_code: bool) -> Checkpoint:
+    """Read what torch.save wrote, whose pickles were found to ask for no more work than a checkpoint takes."""
+    document = _unpickle(path, trust_code)
     if isinstance(document, nn.Module):
         return Pickled(path, document)
     keys = find_state(document, str(path))
     remarks = (f"{path}: its weights are under {keys[0]!r}; the rest of the file is kept as it is",) if keys else ()
-    return StateDict(str(path), sha256(path), _mapping(document), keys, remarks)
+    return StateDict(str(path), sha256(path), document, keys, remarks)
 
 
-def _load_from_hub(text: str, trust_code: bool) -> Checkpoint:
-    """Load the file at an address; unless it names one, the repository's anchor, or the model that it is."""
-    repository = look_up(parse_address(text))
-    address = repository.address.at(repository.commit)
-    if _is_model(repository):
-        model = _load_named(f"{HUB}{address.repository}@{address.revision}")
-        remember(repository)
-        return model
-    if address.file is not None and address.file in repository.files:
-        path = fetch_with_parts(repository, address.file).path
-        remember(repository)
-        if detect(path) != "anchor":
-            found = _load_path(path, trust_code)
-            found.label = str(address)
-            return found
-    return FromAnchor(Anchor.of_hub(anchor_in(repository)))
-
-
-def is_anchor(place: str) -> bool:
+def is_anchor(place: str | Location) -> bool:
     """Whether a file, or what an address on the Hub means, is an anchor rather than a checkpoint.
 
     Raises:
         CheckpointError: if there is no such file.
         HubError: if it cannot be had.
     """
-    if not is_address(place):
-        return not is_on_hub(place) and detect(Path(place)) == "anchor"
-    repository = look_up(parse_address(place))
-    if repository.address.file is None:
-        return has_anchor(repository) or "config.json" not in repository.files
-    found = peek(place)
-    return found is not None and found.source.metadata.get("format") in (FORMAT, PART)
-
-
-def _is_model(repository: Repository) -> bool:
-    """Whether an address that names no file means a model folder."""
-    return repository.address.file is None and "config.json" in repository.files and not has_anchor(repository)
-
-
-def _load_named(name: str) -> HuggingFace:
-    """Load a model folder from the Hub."""
-    folder, pinned, remarks = download(name)
-    found = _load_folder(folder, pinned)
-    found.remarks += remarks
-    return found
-
-
-def pinned(model: str) -> tuple[str, tuple[str, ...]]:
-    """Return the name of a model on the Hub with the commit that it is now, fetched; and remarks.
-
-    Raises:
-        HubError: if it cannot be had.
-    """
-    if not is_address(model):
-        address = address_of(model)
-        return (model, ()) if is_commit(address.revision or "") else download(model)[1:]
-    address = parse_address(model)
-    if is_commit(address.revision or ""):
-        return model, ()
-    repository = look_up(address)
-    if address.file is not None and address.file in repository.files:
-        fetch_with_parts(repository, address.file)
-    elif _is_model(repository):
-        download(f"{HUB}{address.repository}@{repository.commit}")
-    else:
-        anchor_in(repository)
-    remember(repository)
-    return str(address.at(repository.commit)), repository.remarks
-
-
-def on_this_machine(model: str | Path) -> Path:
-    """Return the path of a checkpoint, or where it is once it is fetched from the Hub.
-
-    Raises:
-        HubError: if it cannot be had.
-    """
-    if not is_address(model):
-        return download(str(model))[0] if is_on_hub(model) else Path(model)
-    repository = look_up(parse_address(model))
-    address = repository.address
-    if address.file is None:
-        path = download(f"{HUB}{address.repository}@{repository.commit}")[0]
-    else:
-        path = fetch_with_parts(repository, address.file).path
-    remember(repository)
-    return path
+    location = locate(place)
+    if isinstance(location, Path):
+        return detect(location) == "anchor"
+    if location.is_model:
+        return False
+    if location.file is None:
+        return not means_model(look_up(location))
+    peeked = peek(str(location))
+    return peeked is not None and is_of_anchor(peeked.source.metadata)
 
 
 def _load_folder(folder: Path, label: str) -> HuggingFace:
@@ -310,42 +248,30 @@ def _load_folder(folder: Path, label: str) -> HuggingFace:
     return HuggingFace(folder, weights, file, label)
 
 
-def ending_of(path: str | Path) -> str:
+def ending_of(place: str | Location) -> str:
     """Return how files end that are in the format of this one, or of what an anchor was made from."""
-    if is_address(path):
-        return _ending_on_hub(path)
-    if is_on_hub(path):
-        return HuggingFace.ending
-    path = Path(path)
-    if not path.exists():
+    location = locate(place)
+    if isinstance(location, HubAddress):
+        if location.is_model or means_model(repository := look_up(location)):
+            return HuggingFace.ending
+        location = fetch(repository)[0]
+    if not location.exists():
         return StateDict.ending
-    found: str | None = detect(path)
-    if found == "anchor":
-        found = Anchor.open(path, digest=False).provenance.checkpoint.get("format")
-        found = SafetensorsFile.format if found == Sharded.format else found  # of which an anchor makes one file
-    return next((kind.ending for kind in (*_KINDS, HuggingFace) if kind.format == found), StateDict.ending)
+    kind: str | None = detect(location)
+    if kind == "anchor":
+        kind = Anchor.open(location, digest=False).provenance.checkpoint.get("format")
+        kind = SafetensorsFile.format if kind == Sharded.format else kind  # FromAnchor writes one file for shards
+    return _ENDINGS.get(str(kind), StateDict.ending)
 
 
-def _ending_on_hub(text: str) -> str:
-    """Return the same of what an address means; of an anchor no tensor is read."""
-    repository = look_up(parse_address(text))
-    address = repository.address
-    if address.file is not None and address.file in repository.files:
-        return ending_of(fetch_with_parts(repository, address.file).path)
-    return ending_of(anchor_in(repository).path) if has_anchor(repository) else HuggingFace.ending
+def _check_bare_pickle(path: Path) -> None:
+    try:
+        check_pickle(path)
+    except NoPickleError as error:
+        raise _no_checkpoint(path) from error
 
 
-def _mapping(document: Any) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = document
-    return found
-
-
-def _load_pickle(path: Path, trusted: bool) -> object:
-    if not (trusted or is_archive(path)):  # of which it was checked with the rest
-        try:
-            check_pickle(path)
-        except NoPickleError as error:
-            raise _no_checkpoint(path) from error
+def _unpickle(path: Path, trusted: bool) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's remarks on old formats are not for the user of this command
@@ -365,7 +291,7 @@ def _load_pickle(path: Path, trusted: bool) -> object:
             f"{path} is not a checkpoint that can be read ({reason}); expected a state dict as "
             "torch.save(model.state_dict(), path) writes it, whole"
         ) from error
-    except Exception as error:  # the unpickler stumbles over what is no pickle in any way
+    except Exception as error:  # a file that is no pickle may raise anything
         raise _no_checkpoint(path) from error
 
 

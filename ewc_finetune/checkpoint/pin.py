@@ -9,9 +9,9 @@ from typing import TypeVar
 from torch import nn
 
 from ewc_finetune.anchor.anchor import Anchor
-from ewc_finetune.checkpoint.location import is_on_hub
-from ewc_finetune.checkpoint.open import pinned
-from ewc_finetune.hub.address import is_address, parse_address
+from ewc_finetune.checkpoint.location import fetch, locate
+from ewc_finetune.hub.address import HubAddress, is_address, is_commit, parse_address
+from ewc_finetune.hub.repository import look_up
 from ewc_finetune.progress import Progress
 
 M = TypeVar("M", bound="str | Path | nn.Module | None")
@@ -27,12 +27,12 @@ def fetched_anchors(
         HubError: if one cannot be had.
     """
     given = list(anchors)
-    opened = [Anchor.open(anchor) if is_address(anchor) else anchor for anchor in given]
-    told = [
-        str(found.place) if isinstance(found, Anchor) and is_address(anchor) else anchor
-        for anchor, found in zip(given, opened, strict=True)
+    fetched = [Anchor.open(anchor) if is_address(anchor) else anchor for anchor in given]
+    pinned = [
+        str(anchor.place) if isinstance(anchor, Anchor) and is_address(named) else named
+        for named, anchor in zip(given, fetched, strict=True)
     ]
-    return opened, told
+    return fetched, pinned
 
 
 def pinned_anchor(anchor: A, progress: Progress) -> A | str:
@@ -43,10 +43,10 @@ def pinned_anchor(anchor: A, progress: Progress) -> A | str:
     """
     if not is_address(anchor) or parse_address(anchor).is_pinned:
         return anchor
-    found = Anchor.open(anchor)
-    for remark in found.remarks:
+    fetched = Anchor.open(anchor)
+    for remark in fetched.remarks:
         progress.note(remark)
-    return str(found.place)
+    return str(fetched.place)
 
 
 def pinned_model(model: M, progress: Progress) -> M | str:
@@ -55,9 +55,11 @@ def pinned_model(model: M, progress: Progress) -> M | str:
     Raises:
         HubError: if it cannot be had.
     """
-    if not isinstance(model, str) or not is_on_hub(model):
+    address = locate(model) if isinstance(model, str) else None
+    if not isinstance(address, HubAddress) or is_commit(address.revision or ""):
         return model
-    name, remarks = pinned(model)
-    for remark in remarks:
+    repository = look_up(address)
+    fetch(repository)
+    for remark in repository.remarks:
         progress.note(remark)
-    return name
+    return str(address.at(repository.commit))

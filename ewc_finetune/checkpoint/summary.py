@@ -12,13 +12,8 @@ from torch import Tensor
 from ewc_finetune.checkpoint import verification
 from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.formats.transformers_folder import HuggingFace
-from ewc_finetune.checkpoint.location import is_on_hub
-from ewc_finetune.checkpoint.open import (
-    globals_asked_for,
-    load_checkpoint,
-    on_this_machine,
-    open_checkpoint,
-)
+from ewc_finetune.checkpoint.location import locate, on_this_machine
+from ewc_finetune.checkpoint.open import globals_asked_for, load_checkpoint, open_checkpoint
 from ewc_finetune.errors import ArchitectureError, CheckpointError, few
 from ewc_finetune.modules.modes import normalisation_layers
 
@@ -30,9 +25,9 @@ class CheckpointInspection:
     Attributes:
         file: The checkpoint; of one on the Hub, what it was called.
         bytes: Its size.
-        format: What it is in.
+        format: Name of its format.
         architecture: What its weights are of; None for one that brings its own program, or if it cannot be told.
-        reason: Why it cannot be told, or built.
+        reason: Why the architecture cannot be told, or built.
         weights: How many `tensors`, `numbers` and `bytes` there are, by dtype.
         tied: Names that are one tensor.
         normalisation: Layers with running statistics.
@@ -67,7 +62,7 @@ class CheckpointInspection:
     @property
     def facts(self) -> list[tuple[str, str]]:
         """What a person wants to know first, each with its name."""
-        found = [
+        rows = [
             ("checkpoint", str(self.file)),
             ("format", self.format),
             ("size", f"{self.bytes:,} bytes"),
@@ -84,7 +79,7 @@ class CheckpointInspection:
             ("verified", self.verified or ""),
             ("unsafe", f"its pickle asks for {few(self.unsafe)}" if self.unsafe else ""),
         ]
-        return [(name, value) for name, value in found if value] + [("note", remark) for remark in self.remarks]
+        return [(name, value) for name, value in rows if value] + [("note", remark) for remark in self.remarks]
 
 
 def inspect_checkpoint(
@@ -95,20 +90,21 @@ def inspect_checkpoint(
     Args:
         file: The checkpoint.
         architecture: See `open_model`.
-        trust_code: Likewise.
+        trust_code: See `open_model`.
         verify: Whether to compare all of it with the checksums that it has.
 
     Raises:
         EwcError: naming what is wrong with the file.
     """
-    named, file = str(file) if is_on_hub(file) else Path(file), on_this_machine(file)
-    unsafe = globals_asked_for(file) if file.is_file() else []
+    location, path = locate(file), on_this_machine(file)
+    named = location if isinstance(location, Path) else str(file)
+    unsafe = globals_asked_for(path) if path.is_file() else []
     try:
-        checkpoint = load_checkpoint(named, trust_code=trust_code)
+        checkpoint = load_checkpoint(location, trust_code=trust_code)
     except CheckpointError:
         if not unsafe:
             raise
-        size = file.stat().st_size
+        size = path.stat().st_size
         reason = "not known, since it was not loaded"
         return CheckpointInspection(named, size, "pickle", None, reason, {}, [], [], unsafe, ModelMetadata(), ())
     state: Mapping[str, Any] = checkpoint.state
@@ -124,7 +120,7 @@ def inspect_checkpoint(
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     return CheckpointInspection(
         file=named,
-        bytes=_size(checkpoint.folder if isinstance(checkpoint, HuggingFace) else file),
+        bytes=_size(checkpoint.folder if isinstance(checkpoint, HuggingFace) else path),
         format=checkpoint.format,
         architecture=architecture,
         reason=failed,
@@ -134,7 +130,7 @@ def inspect_checkpoint(
         unsafe=unsafe,
         metadata=checkpoint.metadata,
         remarks=checkpoint.remarks,
-        verified=verification.verify(file) if verify else None,
+        verified=verification.verify(path) if verify else None,
     )
 
 
@@ -146,15 +142,15 @@ def _size(path: Path) -> int:
 
 def _by_dtype(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, int]]:
     """Count each tensor once, however many names it has."""
-    found: dict[str, dict[str, int]] = {}
+    counts: dict[str, dict[str, int]] = {}
     for tensor in {_key(tensor): tensor for tensor in tensors.values()}.values():
-        known = found.setdefault(
+        known = counts.setdefault(
             str(tensor.dtype).removeprefix("torch."), dict.fromkeys(("tensors", "numbers", "bytes"), 0)
         )
         known["tensors"] += 1
         known["numbers"] += tensor.numel()
         known["bytes"] += tensor.numel() * tensor.element_size()
-    return found
+    return counts
 
 
 def _tied(tensors: Mapping[str, Tensor]) -> list[list[str]]:

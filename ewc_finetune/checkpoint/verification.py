@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ewc_finetune.checkpoint.file_format import detect
-from ewc_finetune.checkpoint.formats.archive import Archive, is_archive
+from ewc_finetune.checkpoint.file_format import detect, detected
 from ewc_finetune.checkpoint.formats.safetensors_file import read_safetensors
 from ewc_finetune.storage.checksums import KEY, verdict
 from ewc_finetune.storage.shards import parts_named
@@ -37,8 +36,8 @@ def _files(path: Path) -> Sequence[Path]:
 
 
 def _verify_file(path: Path) -> str:
-    if is_archive(path):
-        with Archive(path) as archive:
+    with detected(path) as (kind, archive):
+        if archive is not None:
             archive.verify()
             return verdict(archive.has_checksums)
-    return verdict(detect(path) == "safetensors" and KEY in read_safetensors(path)[1])
+    return verdict(kind == "safetensors" and KEY in read_safetensors(path)[1])

@@ -7,10 +7,8 @@ from typing import Any
 
 from ewc_finetune.anchor.hub_weights import refer
 from ewc_finetune.checkpoint.formats.transformers_folder import HuggingFace
-from ewc_finetune.checkpoint.location import HUB, address_of
 from ewc_finetune.checkpoint.open import LoadedModel
 from ewc_finetune.errors import UsageError
-from ewc_finetune.hub.address import HubAddress, is_address, parse_address
 from ewc_finetune.hub.anchor_files import fetch_with_parts
 from ewc_finetune.hub.repository import look_up
 from ewc_finetune.modules.finite import cpu_copy
@@ -24,7 +22,10 @@ def refer_to_hub(loaded: LoadedModel) -> dict[str, Any]:
     Raises:
         UsageError: if it does not come from there, or in another format.
     """
-    place = _place_of(loaded)
+    checkpoint = loaded.checkpoint
+    place = None if checkpoint is None else checkpoint.address
+    if place is not None and isinstance(checkpoint, HuggingFace):
+        place = replace(place, file=checkpoint.file.name)
     if place is None or place.file is None:
         raise UsageError(
             f"{loaded.label} does not come from the Hub, so that an anchor cannot refer to its weights; name the model "
@@ -35,20 +36,8 @@ def refer_to_hub(loaded: LoadedModel) -> dict[str, Any]:
             f"{loaded.label} has its weights in {place.file}; an anchor can refer to safetensors files alone. Leave "
             "--anchor-weights reference out"
         )
-    found = fetch_with_parts(look_up(place), place.file)
+    fetched = fetch_with_parts(look_up(place), place.file)
     folder = place.file.rpartition("/")[0]
-    files = [f"{folder}/{name}" if folder else name for name in found.parts] or [place.file]
+    files = [f"{folder}/{name}" if folder else name for name in fetched.parts] or [place.file]
     weights = cpu_copy(dict(loaded.model.named_parameters()))
     return refer(weights, place, files)
-
-
-def _place_of(loaded: LoadedModel) -> HubAddress | None:
-    """Return the file on the Hub that the weights came from, at its commit."""
-    checkpoint = loaded.checkpoint
-    if checkpoint is None:
-        return None
-    if is_address(checkpoint.label):
-        return parse_address(checkpoint.label)
-    if isinstance(checkpoint, HuggingFace) and checkpoint.label.startswith(HUB):
-        return replace(address_of(checkpoint.label), file=checkpoint.file.name)
-    return None

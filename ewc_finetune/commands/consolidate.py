@@ -22,7 +22,7 @@ from ewc_finetune.anchor.probe_tensors import Probe
 from ewc_finetune.anchor.provenance import Provenance
 from ewc_finetune.checkpoint.architecture import builds_by_itself
 from ewc_finetune.checkpoint.checkpoint import FROZEN
-from ewc_finetune.checkpoint.location import place_of
+from ewc_finetune.checkpoint.location import local_name
 from ewc_finetune.checkpoint.open import LoadedModel, open_model
 from ewc_finetune.checkpoint.weights_reference import refer_to_hub
 from ewc_finetune.curvature.fisher import Fisher, compute_fisher
@@ -316,7 +316,7 @@ def _name_of(domain: Domain) -> str:
 
 def default_output(model: str | Path) -> Path:
     """Return where the anchor of a checkpoint goes: beside it, `model.pt` to `model.anchor.safetensors`."""
-    return beside(place_of(model), ".anchor.safetensors")
+    return beside(local_name(model), ".anchor.safetensors")
 
 
 def _identity(parameters: Mapping[str, torch.Tensor]) -> Fisher:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ewc_finetune.checkpoint.location import is_there, place_of
+from ewc_finetune.checkpoint.location import is_there, local_name
 from ewc_finetune.checkpoint.open import ending_of
 from ewc_finetune.finetuning.finetuned import Finetuned
 from ewc_finetune.finetuning.options import FinetuneOptions
@@ -35,8 +35,8 @@ def finetune(options: FinetuneOptions) -> Finetuned:
 def default_output(model: str | Path | None, anchors: Sequence[str | Path], data: str) -> Path:
     """Return where the checkpoint goes: beside the newest anchor, else the model, named for it and the new data."""
     there = model is not None and is_there(model)
-    named = place_of(str(model)) if there else Path(str(model).partition("?")[0].replace(":", "-"))
-    source = place_of(anchors[-1]) if anchors else named
+    named = local_name(str(model)) if there else Path(str(model).partition("?")[0].replace(":", "-"))
+    source = local_name(anchors[-1]) if anchors else named
     stem = beside(source, "").name.removesuffix(".anchor")
     ending = ending_of(model if model is not None and there else anchors[-1] if anchors else source)
     return source.with_name(f"{stem}-{re.sub(r'[^A-Za-z0-9]+', '-', data).strip('-')}{ending}")

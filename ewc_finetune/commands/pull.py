@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ewc_finetune.anchor.anchor import Anchor
-from ewc_finetune.checkpoint.location import HUB, place_of
+from ewc_finetune.checkpoint.location import local_name
 from ewc_finetune.errors import AnchorError
-from ewc_finetune.hub.address import HubAddress, parse_address
+from ewc_finetune.hub.address import MODEL, HubAddress, parse_address
 from ewc_finetune.hub.anchor_files import fetch_anchor
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.storage.atomic import atomic_write, beside, check_output
@@ -60,7 +60,7 @@ def pull(
         StorageError: if the file cannot be written.
     """
     progress = progress or Silent()
-    address = place if isinstance(place, HubAddress) else parse_address(place.removeprefix(HUB).removeprefix("//"))
+    address = place if isinstance(place, HubAddress) else parse_address(place.removeprefix(MODEL).removeprefix("//"))
     path = default_output(str(address)) if output is None else Path(output)
     check_output(path, overwrite, note=progress.note)
     progress.note(f"fetching {address}")
@@ -82,5 +82,5 @@ def pull(
 
 def default_output(address: str) -> Path:
     """Return where an anchor goes that is pulled: into this folder, called as its repository or file is."""
-    place = place_of(address)
+    place = local_name(address)
     return place if place.name.endswith(".safetensors") else beside(place, ".anchor.safetensors")

@@ -16,11 +16,11 @@ from ewc_finetune.anchor.probe_tensors import bytes_of, records_of
 from ewc_finetune.anchor.provenance import Provenance
 from ewc_finetune.anchor.schema import groups_of, open_source
 from ewc_finetune.anchor.summary import Inspection
-from ewc_finetune.checkpoint.location import HUB, address_of
+from ewc_finetune.checkpoint.location import locate
 from ewc_finetune.commands.inspect import inspect
 from ewc_finetune.commands.push_options import PushOptions
 from ewc_finetune.errors import HubError, UsageError, few
-from ewc_finetune.hub.address import HubAddress, is_address, parse_address
+from ewc_finetune.hub.address import HubAddress, parse_address
 from ewc_finetune.hub.anchor_files import STEM
 from ewc_finetune.hub.client import MissingRepositoryError, UnreachableError, endpoint
 from ewc_finetune.hub.committing import changed_files, commit, make_branch, make_repository
@@ -231,32 +231,32 @@ def parse_size(text: int | str) -> int:
 
 def _as_file(options: PushOptions, folder: Path) -> Path:
     """Return a file with what is to be pushed: the anchor's own where nothing is to be left out of it."""
-    anchor, probes, progress = options.anchor, options.probes, options.progress
-    opened = anchor if isinstance(anchor, Anchor) else Anchor.open(anchor, digest=False)
-    for remark in opened.remarks:
+    given, probes, progress = options.anchor, options.probes, options.progress
+    anchor = given if isinstance(given, Anchor) else Anchor.open(given, digest=False)
+    for remark in anchor.remarks:
         progress.note(remark)
-    validate(opened)
-    held = [describe.probe(*known) for known in zip(records_of(opened.probes), bytes_of(opened.probes), strict=True)]
+    validate(anchor)
+    held = [describe.probe(*known) for known in zip(records_of(anchor.probes), bytes_of(anchor.probes), strict=True)]
     if held and probes is None:
         raise UsageError(
-            f"{opened.label} holds {' and '.join(held)}; say whether the Hub may have them: --probes or --no-probes"
+            f"{anchor.label} holds {' and '.join(held)}; say whether the Hub may have them: --probes or --no-probes"
         )
     if held and probes:
         progress.note(f"the anchor holds {' and '.join(held)}: whoever may read the repository has them")
     path = folder / "whole.safetensors"
     if held and not probes:
-        opened = opened.without_probes()
+        anchor = anchor.without_probes()
         progress.note(
             "the samples in the anchor were left out, so that what is pushed has another digest than the file"
         )
-    if isinstance(anchor, Anchor) or opened.path is None:
-        return Path(str(opened.save(path).path))
+    if isinstance(given, Anchor) or anchor.path is None:
+        return Path(str(anchor.save(path).path))
     if held and not probes:
         with storage_errors(folder):
-            kept = tuple(group for group in groups_of(opened.provenance) if group != "probe.")
-            write_groups(open_source(opened.path), kept, opened.metadata, path)
+            kept = tuple(group for group in groups_of(anchor.provenance) if group != "probe.")
+            write_groups(open_source(anchor.path), kept, anchor.metadata, path)
         return path
-    return opened.path
+    return anchor.path
 
 
 def _sizes(additions: Mapping[str, Path | bytes]) -> str:
@@ -267,14 +267,11 @@ def _sizes(additions: Mapping[str, Path | bytes]) -> str:
 
 def _base_of(origin: Provenance) -> tuple[str | None, str | None]:
     """Return the Hub's name of the model that an anchor was made from, and its commit, if it came from there."""
-    file = origin.checkpoint.get("file") or ""
-    if not file.startswith(HUB):
-        return None, None
     try:
-        address = parse_address(file) if is_address(file) else address_of(file)
+        location = locate(origin.checkpoint.get("file") or "")
     except UsageError:  # what others wrote into the anchor may be anything
         return None, None
-    return address.repository, address.revision
+    return (location.repository, location.revision) if isinstance(location, HubAddress) else (None, None)
 
 
 def _is_stale(name: str) -> bool:

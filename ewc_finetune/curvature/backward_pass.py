@@ -12,25 +12,25 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from ewc_finetune.curvature.batch_dims import CourseChangedError, Stack, Stacking
-from ewc_finetune.curvature.call_recorder import Call, Capture
+from ewc_finetune.curvature.batch_dims import BatchDim, BatchFirst, CourseChangedError
+from ewc_finetune.curvature.call_recorder import Call, CallRecorder, Signature
 from ewc_finetune.curvature.kfac_factors import BlockSums
 from ewc_finetune.curvature.per_sample_gradients import (
-    Elementwise,
+    BySquares,
     Factored,
     Shared,
     Use,
     Workspace,
     sum_by_sample,
 )
-from ewc_finetune.likelihood.output_fisher import Factors
+from ewc_finetune.likelihood.output_fisher import OutputFisher
 from ewc_finetune.modules.batch import Inputs, call, count
 from ewc_finetune.modules.precision import wide
 
-# (sum over samples and vectors of squared gradients, its sum over the parameter for each sample), by parameter
+# By parameter, the sum over samples and vectors of squared gradients, and its sum over the parameter for each sample.
 Squares = dict[str, tuple[Tensor, Tensor]]
-# The signature and stacking of each call with a rule, in the order in which the model makes them
-Course = tuple[tuple[tuple[str, tuple[str, ...]], Stacking], ...]
+# Each call with a rule, in the order in which the model makes them, and where its tensors hold the samples.
+Course = tuple[tuple[Signature, BatchDim], ...]
 
 
 @contextmanager
@@ -68,21 +68,21 @@ class _Watched:
     """One call, while gradients arrive at its output.
 
     Attributes:
-        stack: Brings the samples to the front.
+        batch_first: Brings the samples of its tensors to the front.
         uses: Of parameters that are used nowhere else, by name.
         shared: Of the others: which of the parameter's uses this is.
         blocks: Of weights whose whole block is wanted, with their biases.
         squares: Of the gradients, summed over the vectors, where some use needs no more.
     """
 
-    stack: Stack
+    batch_first: BatchFirst
     uses: dict[str, Use] = field(default_factory=dict)
     shared: dict[str, int] = field(default_factory=dict)
     blocks: list[BlockSums] = field(default_factory=list)
     squares: Tensor | None = None
 
     def receive(self, gradient: Tensor, workspace: Workspace) -> None:
-        """Take in the gradient of one vector, stacked."""
+        """Take in the gradient of one vector, batch first."""
         others = [use for use in self.uses.values() if not _takes_squares(use, gradient.shape)]
         if len(others) < len(self.uses):
             g = wide(gradient)
@@ -93,20 +93,20 @@ class _Watched:
             block.add(gradient)
 
     def finish(self, shape: tuple[int, ...], workspace: Workspace) -> Squares:
-        """Return what the uses found, and let go of what they held; `shape` is the gradients', stacked."""
-        found = {}
+        """Return what the uses have summed, and let go of what they held; `shape` is the gradients', batch first."""
+        sums = {}
         by_sample = None if self.squares is None else sum_by_sample(self.squares)
         for name, use in self.uses.items():
             if self.squares is not None and by_sample is not None and _takes_squares(use, shape):
-                found[name] = use.from_squares(self.squares, by_sample, workspace)
+                sums[name] = use.from_squares(self.squares, by_sample, workspace)
             else:
-                found[name] = use.finish()
+                sums[name] = use.finish()
         self.uses, self.squares = {}, None
-        return found
+        return sums
 
 
-def _takes_squares(use: Use, shape: Sequence[int]) -> TypeGuard[Elementwise]:
-    return isinstance(use, Elementwise) and use.takes_squares(shape)
+def _takes_squares(use: Use, shape: Sequence[int]) -> TypeGuard[BySquares]:
+    return isinstance(use, BySquares) and use.takes_squares(shape)
 
 
 class RuledPass:
@@ -115,12 +115,12 @@ class RuledPass:
     Args:
         model: In eval mode; `parameters` alone require a gradient (`differentiable`).
         parameters: Those whose every use has a rule, and others that are not expected to be used at all.
-        course: The signature and stacking of each call that is to be expected.
+        course: The calls that are to be expected.
         inputs: One batch.
         workspace: To be used again from batch to batch.
         forms: Whether functions may take their cheaper forms; not where something else runs the model once more.
         wanted: Of some weights, what collects their blocks from their uses; no squares are taken of those.
-        repeated: Embeddings to look up for each sample anew; see `Capture`.
+        repeated: Embeddings to look up for each sample anew; see `CallRecorder`.
 
     Attributes:
         outputs: Of the model.
@@ -156,11 +156,11 @@ class RuledPass:
         self._scale: Tensor | None = None
         self._calls = 0
         self._times = {name: sum(name in names for (_, names), _ in course) for name in parameters}
-        capture = Capture(model, parameters, self._watch, forms, repeated, self._batch)
+        recorder = CallRecorder(model, parameters, self._watch, forms, repeated, self._batch)
         try:
-            with capture.running():
+            with recorder.running():
                 self.outputs = call(model, inputs)
-            self._readout = self._find_readout(capture)
+            self._readout = self._find_readout(recorder)
         except BaseException:
             self.close()
             raise
@@ -181,11 +181,11 @@ class RuledPass:
     def _watch(self, made: Call) -> None:
         if self._calls >= len(self._course) or self._course[self._calls][0] != made.signature:
             raise CourseChangedError
-        watched = _Watched(Stack(self._course[self._calls][1], self._batch))
+        watched = _Watched(BatchFirst(self._course[self._calls][1], self._batch))
         self._calls += 1
         for name, maker in made.makers.items():
             try:
-                use = maker(watched.stack)
+                use = maker(watched.batch_first)
                 if name in self._wanted and isinstance(use, Factored):
                     with torch.no_grad():
                         watched.blocks.append(self._wanted[name](use))
@@ -201,23 +201,23 @@ class RuledPass:
         for block in watched.blocks:
             watched.uses.pop(block.layer.bias or "", None)
         self.blocks += watched.blocks
-        watched.stack(made.output.detach())  # of the size that was expected
+        watched.batch_first(made.output.detach())  # of the size that was expected
         edge = get_gradient_edge(made.output)
         self._hooks.append(made.output.register_hook(self._receiver(watched)))  # type: ignore[no-untyped-call]
         self._latest = (watched, edge)
         if made.first:
             self._ends.append(edge)
 
-    def _find_readout(self, capture: Capture) -> _Watched | None:
+    def _find_readout(self, recorder: CallRecorder) -> _Watched | None:
         """Return the call whose output is the model's, if the squares of its gradients are all that it needs."""
-        if self._calls != len(self._course) or capture.unknown:
+        if self._calls != len(self._course) or recorder.unknown:
             raise CourseChangedError
         if self._latest is None:
             return None
         watched, edge = self._latest
         if edge.node is not self.outputs.grad_fn or edge.output_nr != self.outputs.output_nr or watched.shared:
             return None
-        shape = watched.stack(self.outputs.detach()).shape
+        shape = watched.batch_first(self.outputs.detach()).shape
         if not all(_takes_squares(use, shape) for use in watched.uses.values()):
             return None
         self._hooks.pop().remove()
@@ -226,34 +226,34 @@ class RuledPass:
 
     def _receiver(self, watched: _Watched) -> Callable[[Tensor], None]:
         def receive(gradient: Tensor) -> None:
-            stacked = watched.stack(gradient)
+            by_sample = watched.batch_first(gradient)
             if self._scale is not None:
-                stacked = wide(stacked) * self._scale.view(-1, *[1] * (stacked.ndim - 1))
-            watched.receive(stacked, self._workspace)
+                by_sample = wide(by_sample) * self._scale.view(-1, *[1] * (by_sample.ndim - 1))
+            watched.receive(by_sample, self._workspace)
             if self._last:
-                self._results |= watched.finish(stacked.shape, self._workspace)
+                self._results |= watched.finish(by_sample.shape, self._workspace)
             for name, place in watched.shared.items():
-                self._arrived[name][place] = stacked
+                self._arrived[name][place] = by_sample
 
         return receive
 
     @torch.no_grad()
-    def squares(self, factors: Factors) -> Squares:
+    def squares(self, output_fisher: OutputFisher) -> Squares:
         """Run backward from each of the vectors at the outputs, and return the squares by parameter.
 
         The layer whose output is the model's needs no backward: the sum of the vectors' squares, which the likelihood
         has in closed form, is all it takes. A parameter that no gradient reached is not in the result.
         """
         if self._readout is not None:
-            self._readout.squares = self._readout.stack(factors.squares())
+            self._readout.squares = self._readout.batch_first(output_fisher.squares())
             self._results |= self._readout.finish(self._readout.squares.shape, self._workspace)
             for block in self._readout.blocks:
-                for m in range(factors.count):
-                    block.add(self._readout.stack(factors[m]))
+                for m in range(output_fisher.count):
+                    block.add(self._readout.batch_first(output_fisher[m]))
         shared = {name: Shared(uses) for name, uses in self._uses.items()}
-        for m in range(factors.count if self._ends else 0):
-            self._last = m == factors.count - 1
-            vector, self._scale = fit(factors[m], self.outputs.dtype)
+        for m in range(output_fisher.count if self._ends else 0):
+            self._last = m == output_fisher.count - 1
+            vector, self._scale = fit(output_fisher[m], self.outputs.dtype)
             self._arrived = {name: [None] * len(uses) for name, uses in self._uses.items()}
             torch.autograd.grad(
                 self.outputs,

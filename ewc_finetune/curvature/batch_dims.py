@@ -1,8 +1,8 @@
 """Where the batch is in a tensor in the middle of a model, and how to bring it to the front.
 
 Models move the batch about: `(T, batch, E)` inside attention, `(batch * windows, ...)` in a Swin transformer,
-`(T * batch, E)` before an output projection. Stacked, such a tensor has the shape `(batch, *single)`, where `single` is
-the shape it would have had for one sample alone.
+`(T * batch, E)` before an output projection. Batch first, such a tensor has the shape `(batch, *single)`:
+what is behind the batch is the shape for one sample alone.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Stacking:
-    """How one tensor holds its samples.
+class BatchDim:
+    """The dimension of a tensor that holds its samples.
 
     Attributes:
         dim: The dimension that grows with the batch.
@@ -33,33 +33,33 @@ class CourseChangedError(Exception):
 
 
 @dataclass(frozen=True)
-class Stack:
-    """Stacks the tensors of one call; called with a tensor, it returns `(batch, *single)`, a view where that can be.
+class BatchFirst:
+    """Brings the samples of one call's tensors to the front; a view where that can be.
 
     Attributes:
-        stacking: How the call's tensors hold the samples.
+        batch_dim: Where they are.
         batch: How many there are.
     """
 
-    stacking: Stacking
+    batch_dim: BatchDim
     batch: int
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Stack a tensor of the call.
+        """Return a tensor of the call as `(batch, *single)`.
 
         Raises:
             CourseChangedError: if it is not as long as so many samples are.
         """
-        dim, size = self.stacking.dim, self.stacking.size
+        dim, size = self.batch_dim.dim, self.batch_dim.size
         if tensor.ndim <= dim or tensor.shape[dim] != self.batch * size:
             raise CourseChangedError
-        if self.stacking.minor:
+        if self.batch_dim.minor:
             return torch.unflatten(tensor, dim, (size, self.batch)).movedim(dim + 1, 0)
         return torch.unflatten(tensor, dim, (self.batch, size)).movedim(dim, 0)
 
 
-def find_stacking(batched: Tensor, singles: list[Tensor]) -> Stacking | None:
-    """Find how a tensor holds its samples, from what it is for each of the samples alone.
+def find_batch_dim(batched: Tensor, singles: list[Tensor]) -> BatchDim | None:
+    """Find which dimension of a tensor holds its samples, from what it is for each of the samples alone.
 
     Args:
         batched: The tensor for all the samples together.
@@ -67,7 +67,7 @@ def find_stacking(batched: Tensor, singles: list[Tensor]) -> Stacking | None:
 
     Returns:
         None where that cannot be told: the tensor is the same for all samples, of no regular shape, or its values fit
-        no way of holding them, or both.
+        neither order of the samples in that dimension, or both.
     """
     batch, single = len(singles), singles[0].shape
     if any(other.shape != single for other in singles) or batched.ndim != len(single):
@@ -75,16 +75,16 @@ def find_stacking(batched: Tensor, singles: list[Tensor]) -> Stacking | None:
     grown = [dim for dim, (b, s) in enumerate(zip(batched.shape, single, strict=True)) if b != s]
     if len(grown) != 1 or batched.shape[grown[0]] != batch * single[grown[0]]:
         return None
-    candidates = [Stacking(grown[0], single[grown[0]], minor) for minor in (False, True)]
+    candidates = [BatchDim(grown[0], single[grown[0]], minor) for minor in (False, True)]
     if single[grown[0]] == 1:
         return candidates[0]
-    fitting = [candidate for candidate in candidates if _fits(Stack(candidate, batch)(batched), singles)]
+    fitting = [candidate for candidate in candidates if _fits(BatchFirst(candidate, batch)(batched), singles)]
     return fitting[0] if len(fitting) == 1 else None
 
 
-def _fits(stacked: Tensor, singles: list[Tensor]) -> bool:
+def _fits(batched: Tensor, singles: list[Tensor]) -> bool:
     """Whether these are the single samples' tensors, but for rounding."""
     expected = torch.stack(singles)
     rounding = torch.finfo(expected.dtype).eps ** 0.5 if expected.is_floating_point() else 0.0
-    difference = (stacked.double() - expected.double()).norm()
+    difference = (batched.double() - expected.double()).norm()
     return bool(difference <= rounding * expected.double().norm())

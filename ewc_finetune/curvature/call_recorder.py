@@ -1,7 +1,7 @@
 """What a model does with its parameters, seen while it runs.
 
-A `Capture` is a mode of torch: while it is active, every function of torch that the model calls passes through it. It
-reports each call that passes parameters to a function with a rule, and notes every other use of a parameter. Unlike
+A `CallRecorder` is a mode of torch: while it is active, every function of torch that the model calls passes through it.
+It reports each call that passes parameters to a function with a rule, and notes every other use of a parameter. Unlike
 hooks on modules it sees functional calls, a weight that is used twice or read out through another module, and the
 projections inside attention; activations that work in place don't disturb it.
 """
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ewc_finetune.curvature.batch_dims import Stack
+from ewc_finetune.curvature.batch_dims import BatchFirst
 from ewc_finetune.curvature.per_sample_gradients import Custom
 from ewc_finetune.curvature.rules import FORMS, FUNCTION_RULES, MODULE_RULES, Maker, Rule
 from ewc_finetune.errors import ArchitectureError
 
-# Composed of functions that have rules; seen from outside it would hide them.
+# Functions made of others that have rules, which would not be seen if these were taken for one call.
 _TRANSPARENT = (functional.multi_head_attention_forward,)
 _DROPOUT = (
     functional.dropout,
@@ -35,6 +35,10 @@ _DROPOUT = (
     functional.alpha_dropout,
     functional.feature_alpha_dropout,
 )
+
+
+# A call's function, and its parameters by name.
+Signature = tuple[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,12 @@ class Call:
     first: bool
 
     @property
-    def signature(self) -> tuple[str, tuple[str, ...]]:
+    def signature(self) -> Signature:
         """What the same call has in common from batch to batch."""
         return self.function, tuple(self.makers)
 
 
-class Capture(TorchFunctionMode):
+class CallRecorder(TorchFunctionMode):
     """Report what is done with parameters while a model runs.
 
     Args:
@@ -130,12 +134,12 @@ class Capture(TorchFunctionMode):
         """Ask the rule about a call, and report it."""
         with torch.no_grad():
             try:
-                found = [(self._names.get(id(p)), maker) for p, maker in rule(output, *args, **kwargs)]
+                answers = [(self._names.get(id(p)), maker) for p, maker in rule(output, *args, **kwargs)]
             except (TypeError, ValueError):  # a form of the call that the rule doesn't take
                 self._note(func, output, args, kwargs)
                 return
         makers: dict[str, Maker] = {}
-        for name, maker in found:
+        for name, maker in answers:
             if name is None:
                 continue
             self.seen.add(name)
@@ -239,7 +243,7 @@ def _custom(module: nn.Module, args: tuple[Any, ...], names: Mapping[str, str]) 
     inputs = tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in args)
     latest: list[tuple[Tensor, Mapping[str, Tensor]]] = []
 
-    def found(gradient: Tensor, name: str) -> Tensor:
+    def by_rule(gradient: Tensor, name: str) -> Tensor:
         # One call serves all the module's parameters.
         if not latest or latest[0][0] is not gradient:
             latest[:] = [(gradient, rule(module, inputs, gradient.flatten(0, 1)))]
@@ -249,10 +253,10 @@ def _custom(module: nn.Module, args: tuple[Any, ...], names: Mapping[str, str]) 
     def maker(own: str) -> Maker:
         shape = dict(module.named_parameters())[own].shape
 
-        def make(stack: Stack) -> Custom:
-            if stack.stacking.dim != 0 or stack.stacking.minor:
+        def make(batch_first: BatchFirst) -> Custom:
+            if batch_first.batch_dim.dim != 0 or batch_first.batch_dim.minor:
                 raise ValueError(f"the batch is not the first dimension of what {type(module).__name__} returns")
-            return Custom(shape, stack.batch, lambda gradient: found(gradient, own))
+            return Custom(shape, batch_first.batch, lambda gradient: by_rule(gradient, own))
 
         return make
 

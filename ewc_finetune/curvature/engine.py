@@ -17,7 +17,7 @@ from ewc_finetune.curvature.kfac_factors import BlockSums, Layer
 from ewc_finetune.curvature.per_sample_gradients import Workspace, budget
 from ewc_finetune.curvature.plan import Plan, agree, make_plan
 from ewc_finetune.errors import ArchitectureError
-from ewc_finetune.likelihood.output_fisher import Factors
+from ewc_finetune.likelihood.output_fisher import OutputFisher
 from ewc_finetune.modules.batch import Inputs, call, count, each, signature, take, tensors
 from ewc_finetune.modules.devices import out_of_memory
 
@@ -70,13 +70,13 @@ class Engine:
         return budget(tensors(inputs)[0].device) // (4 * max(plan.elements, 1))
 
     def squares(
-        self, inputs: Inputs, factors_of: Callable[[Tensor], Factors]
+        self, inputs: Inputs, fisher_of: Callable[[Tensor], OutputFisher]
     ) -> tuple[Tensor, Squares, list[BlockSums]]:
         """Run one chunk through the model.
 
         Args:
             inputs: The samples.
-            factors_of: Gives the vectors for the model's outputs; called once.
+            fisher_of: Gives the Fisher at the model's outputs; called once.
 
         Returns:
             The outputs; for each parameter that they depend on the squares, summed over the samples, and their sum
@@ -95,12 +95,12 @@ class Engine:
         if ruled and (self._chunks < 4 or self._chunks & (self._chunks - 1) == 0):
             checked = int(torch.randint(count(inputs), (), generator=self._generator))
         try:
-            outputs, factors, squares, blocks = self._by_rules(plan, ruled, inputs, factors_of, checked)
+            outputs, fisher, squares, blocks = self._by_rules(plan, ruled, inputs, fisher_of, checked)
         except CourseChangedError:
             self.changed += count(inputs)
             rest, ruled, checked, blocks = dict(self.parameters), {}, None, []
             outputs = self._forward(plan, inputs)
-            factors, squares = factors_of(outputs), {}
+            fisher, squares = fisher_of(outputs), {}
         if checked is not None:
             dead = {name: self.parameters[name] for name in plan.dead}
             parts = {name: part[checked] for name, (_, part) in squares.items()}
@@ -108,7 +108,7 @@ class Engine:
                 for name, norm in zip((block.layer.weight, block.layer.bias), block.norms, strict=True):
                     if name is not None:
                         parts[name] = torch.tensor(norm, dtype=torch.float64)
-            wrong = self._wrong(plan, {**ruled, **dead}, inputs, factors, checked, parts)
+            wrong = self._wrong(plan, {**ruled, **dead}, inputs, fisher, checked, parts)
             if wrong:
                 rest |= {name: self.parameters[name] for name in wrong}
                 self._demote(wrong)
@@ -121,7 +121,7 @@ class Engine:
                 "block of all samples. Use the diagonal, or exclude them"
             )
         if rest:
-            squares |= self._fall_back(plan, rest, inputs, factors)
+            squares |= self._fall_back(plan, rest, inputs, fisher)
         self._samples += count(inputs)
         return outputs, squares, blocks
 
@@ -130,12 +130,12 @@ class Engine:
         plan: Plan,
         ruled: Mapping[str, Tensor],
         inputs: Inputs,
-        factors_of: Callable[[Tensor], Factors],
+        fisher_of: Callable[[Tensor], OutputFisher],
         checked: int | None,
-    ) -> tuple[Tensor, Factors, Squares, list[BlockSums]]:
+    ) -> tuple[Tensor, OutputFisher, Squares, list[BlockSums]]:
         if not ruled:
             outputs = self._forward(plan, inputs)
-            return outputs, factors_of(outputs), {}, []
+            return outputs, fisher_of(outputs), {}, []
         # What was not used before must be seen if it is used now.
         watched = {**ruled, **{name: self.parameters[name] for name in plan.unused}}
         mask = None if isinstance(inputs, Tensor) else inputs.get("attention_mask")
@@ -156,8 +156,8 @@ class Engine:
                 plan.repeated,
             ) as passed,
         ):
-            factors = factors_of(passed.outputs)
-            return passed.outputs.detach(), factors, passed.squares(factors), passed.blocks
+            fisher = fisher_of(passed.outputs)
+            return passed.outputs.detach(), fisher, passed.squares(fisher), passed.blocks
 
     def _forward(self, plan: Plan, inputs: Inputs) -> Tensor:
         # Not under no_grad: a model may take gradients of its own on the way.
@@ -169,13 +169,13 @@ class Engine:
         plan: Plan,
         ruled: Mapping[str, Tensor],
         inputs: Inputs,
-        factors: Factors,
+        fisher: OutputFisher,
         n: int,
         found: Mapping[str, Tensor],
     ) -> list[str]:
         """Compare sample n of the chunk with autograd; return the parameters for which its part `found` differs."""
         one = slice(n, n + 1)
-        truth = fallback.one_at_a_time(self.model, ruled, _fresh(plan, take(inputs, one)), factors.stack(one))
+        truth = fallback.one_at_a_time(self.model, ruled, _fresh(plan, take(inputs, one)), fisher.vectors(one))
         parts = {name: part[0] for name, (_, part) in truth.items()}
         largest = torch.stack([part.double() for part in parts.values()]).max()
         zero = torch.zeros((), device=largest.device)
@@ -200,19 +200,19 @@ class Engine:
                 dead=tuple(name for name in plan.dead if name not in wrong),
                 rest={**plan.rest, **dict.fromkeys(wrong, "has a rule that differs from autograd")},
                 course=tuple(
-                    ((function, kept), stacking)
-                    for (function, names), stacking in plan.course
+                    ((function, kept), batch_dim)
+                    for (function, names), batch_dim in plan.course
                     if (kept := tuple(name for name in names if name not in wrong))
                 ),
             )
 
-    def _fall_back(self, plan: Plan, parameters: Mapping[str, Tensor], inputs: Inputs, factors: Factors) -> Squares:
+    def _fall_back(self, plan: Plan, parameters: Mapping[str, Tensor], inputs: Inputs, fisher: OutputFisher) -> Squares:
         self._refusal = self._refusal or plan.refusal
         total: Squares = {}
         step = fallback.chunk_size(parameters)
         for start in range(0, count(inputs), step):
             samples = slice(start, start + step)
-            found = self._part(plan, parameters, take(inputs, samples), factors.stack(samples))
+            found = self._part(plan, parameters, take(inputs, samples), fisher.vectors(samples))
             for name, (squares, by_sample) in found.items():
                 before = total.get(name)
                 total[name] = (
@@ -222,15 +222,15 @@ class Engine:
                 )
         return total
 
-    def _part(self, plan: Plan, parameters: Mapping[str, Tensor], inputs: Inputs, factors: Tensor) -> Squares:
+    def _part(self, plan: Plan, parameters: Mapping[str, Tensor], inputs: Inputs, vectors: Tensor) -> Squares:
         if self._refusal is None:
             try:
-                return fallback.vectorised(self.model, parameters, _fresh(plan, inputs), factors)
+                return fallback.vectorised(self.model, parameters, _fresh(plan, inputs), vectors)
             except Exception as error:
                 if out_of_memory(error):
                     raise
                 self._refusal = str(error).strip().partition("\n")[0][:200]
-        return fallback.one_at_a_time(self.model, parameters, _fresh(plan, inputs), factors)
+        return fallback.one_at_a_time(self.model, parameters, _fresh(plan, inputs), vectors)
 
     def describe(self, unreached: Iterable[str]) -> str:
         """Say which parameters went which way, for people; `unreached` are those without any gradient."""

@@ -2,10 +2,10 @@
 
 `vectorised` and `one_at_a_time` have one signature:
 
-    (model, parameters, inputs, factors) -> {name: (sum over n and m of (J_n^T s_mn)^2, its sum for each sample)}
+    (model, parameters, inputs, vectors) -> {name: (sum over n and m of (J_n^T s_mn)^2, its sum for each sample)}
 
-`parameters` are the tensors to differentiate by, `inputs` one batch on their device, and `factors` the vectors of
-`Likelihood.factors`, stacked: shape `(M, batch, *output)`. The model is only read: gradients go to nobody's `.grad`.
+`parameters` are the tensors to differentiate by, `inputs` one batch on their device, and `vectors` those of its
+`OutputFisher`, shape `(M, batch, *output)`. The model is only read: gradients go to nobody's `.grad`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
 from ewc_finetune.curvature.backward_pass import Squares, differentiable, fit
-from ewc_finetune.likelihood.output_fisher import Factors
+from ewc_finetune.likelihood.output_fisher import OutputFisher
 from ewc_finetune.modules.batch import Inputs, arguments, call, count, each, outputs_of, take
 from ewc_finetune.modules.precision import wide
 
@@ -36,14 +36,14 @@ def chunk_size(parameters: Mapping[str, Tensor]) -> int:
     return max(1, min(512, budget // (4 * max(largest.numel(), 1))))
 
 
-def vectorised(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, factors: Tensor) -> Squares:
+def vectorised(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, vectors: Tensor) -> Squares:
     """All samples of the batch at once, by `vmap`; holds one gradient per sample, in float32 when squared."""
 
-    def squares(values: dict[str, Tensor], sample: Inputs, vectors: Tensor) -> dict[str, Tensor]:
+    def squares(values: dict[str, Tensor], sample: Inputs, sample_vectors: Tensor) -> dict[str, Tensor]:
         args, kwargs = arguments(model, each(lambda tensor: tensor[None], sample))
         outputs, pull_back, *_ = vjp(lambda p: outputs_of(functional_call(model, p, args, kwargs))[0], values)
         total: dict[str, Tensor] = {}
-        for vector in vectors:
+        for vector in sample_vectors:
             fitting, scale = fit(vector[None], outputs.dtype)
             (gradients,) = pull_back(fitting[0])
             for name, gradient in gradients.items():
@@ -54,26 +54,26 @@ def vectorised(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Input
     values = {name: parameter.detach() for name, parameter in parameters.items()}
     with differentiable(model, {}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "There is a performance drop because we have not yet implemented")
-        per_sample = vmap(squares, in_dims=(None, 0, 1))(values, inputs, factors)
+        per_sample = vmap(squares, in_dims=(None, 0, 1))(values, inputs, vectors)
     return {name: (value.sum(dim=0), value.reshape(len(value), -1).sum(dim=1)) for name, value in per_sample.items()}
 
 
-def one_at_a_time(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, factors: Tensor) -> Squares:
+def one_at_a_time(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, vectors: Tensor) -> Squares:
     """One sample and one vector after the other, by ordinary autograd: slow, and right where `vmap` refuses."""
     total = {name: torch.zeros_like(wide(p.detach())) for name, p in parameters.items()}
     by_sample = {name: total[name].new_zeros(count(inputs)) for name in parameters}
     with differentiable(model, parameters):
         for n in range(count(inputs)):
             outputs = call(model, take(inputs, slice(n, n + 1)))
-            for vectors in factors[:, n : n + 1]:
-                for name, g in gradients_of(outputs, parameters, vectors).items():
+            for vector in vectors[:, n : n + 1]:
+                for name, g in gradients_of(outputs, parameters, vector).items():
                     total[name].addcmul_(g, g)
                     by_sample[name][n] += torch.linalg.vector_norm(g).square()
     return {name: (total[name], by_sample[name]) for name in parameters}
 
 
 def batch_mean(
-    model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, factors_of: Callable[[Tensor], Factors]
+    model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, fisher_of: Callable[[Tensor], OutputFisher]
 ) -> tuple[Tensor, Squares]:
     """Square of the batch's mean gradient, times the batch size: not a Fisher, but what published code computes.
 
@@ -85,8 +85,8 @@ def batch_mean(
     total = {name: torch.zeros_like(wide(p.detach())) for name, p in parameters.items()}
     with differentiable(model, parameters):
         outputs = call(model, each(torch.clone, inputs))  # which some models overwrite
-        for vectors in factors_of(outputs).stack(slice(None)):
-            for name, g in gradients_of(outputs, parameters, vectors / size).items():
+        for vector in fisher_of(outputs).vectors(slice(None)):
+            for name, g in gradients_of(outputs, parameters, vector / size).items():
                 total[name].addcmul_(g, g, value=size)
     return outputs.detach(), {name: (value, (value.sum() / size).expand(size)) for name, value in total.items()}
 

@@ -19,12 +19,12 @@ from ewc_finetune.curvature.batching import gathered
 from ewc_finetune.curvature.engine import Engine
 from ewc_finetune.curvature.kfac_factors import LARGEST, BlockSums, mirrored
 from ewc_finetune.curvature.kronecker_block import Block
-from ewc_finetune.curvature.kronecker_factors import Full
+from ewc_finetune.curvature.kronecker_factors import DenseFactor
 from ewc_finetune.curvature.options import check_sampling
 from ewc_finetune.curvature.standard_error import RunningError, StandardError
 from ewc_finetune.errors import ArchitectureError, DataError, DeviceError, NonFiniteError, UsageError
 from ewc_finetune.likelihood.base import Likelihood
-from ewc_finetune.likelihood.output_fisher import Factors
+from ewc_finetune.likelihood.output_fisher import OutputFisher
 from ewc_finetune.modules.batch import Inputs, count, detached, take
 from ewc_finetune.modules.devices import out_of_memory, random_state_kept
 from ewc_finetune.modules.modes import evaluating, unchanged, uncompiled
@@ -254,7 +254,7 @@ class _Pass:
                 self.options.model,
                 self.parameters,
                 inputs,
-                lambda outputs: self._factors(outputs, inputs, targets),
+                lambda outputs: self._output_fisher(outputs, inputs, targets),
             )
             return outputs, squares, []
         if self.options.kfac is not None and not self.samples and not self.engine.layers:
@@ -264,7 +264,7 @@ class _Pass:
             self.estimator = "exact" if number <= AUTO_EXACT else "sampled"
             ignored = ", which draws nothing" if self.options.draws > 1 and self.estimator == "exact" else ""
             self.options.note(f"estimator: {self.estimator}, for a model with {number:,} outputs{ignored}")
-        return self.engine.squares(inputs, lambda outputs: self._factors(outputs, inputs, targets))
+        return self.engine.squares(inputs, lambda outputs: self._output_fisher(outputs, inputs, targets))
 
     def _choose_layers(self, inputs: Inputs, form: KfacForm) -> None:
         """Decide on the first samples which layers get a block."""
@@ -286,8 +286,8 @@ class _Pass:
                 "Use the diagonal"
             )
 
-    def _factors(self, outputs: Tensor, inputs: Inputs, targets: Tensor | None) -> Factors:
-        """Return the vectors for these outputs, once outputs and targets are known to suit."""
+    def _output_fisher(self, outputs: Tensor, inputs: Inputs, targets: Tensor | None) -> OutputFisher:
+        """Return the Fisher at these outputs, once outputs and targets are known to suit."""
         size, likelihood = count(inputs), self.options.likelihood
         where = f"samples {self.samples} to {self.samples + size - 1}"
         if outputs.ndim == 0 or len(outputs) != size:
@@ -304,7 +304,7 @@ class _Pass:
         likelihood.check_outputs(outputs, where)
         if targets is not None:
             likelihood.check_targets(targets, tuple(outputs.shape[1:]), where)
-        return likelihood.factors(outputs, targets, self.estimator, self.generator, self.options.draws)
+        return likelihood.output_fisher(outputs, targets, self.estimator, self.generator, self.options.draws)
 
     def _commit(self, outputs: Tensor, targets: Tensor | None, squares: Squares, blocks: Sequence[BlockSums]) -> None:
         """Count a chunk that is done."""
@@ -370,10 +370,13 @@ class _Pass:
         batched = self.estimator == "batched"
         squares = {name: total for name, (total, *_) in self.totals.items() if name not in layers}
         unreached = [name for name, total in squares.items() if not total.any()]
-        factors = {name: [Full(mirrored(total) / self.samples) for total in self.totals[name]] for name in layers}
+        blocks = []
+        for name, layer in layers.items():
+            factors = (DenseFactor(mirrored(total) / self.samples) for total in self.totals[name])
+            blocks.append(Block(name, layer.bias, layer.transposed, *factors))
         return Fisher(
             values={name: total.div_(self.samples) for name, total in squares.items()},
-            blocks=[Block(name, one.bias, one.transposed, *factors[name]) for name, one in layers.items()],
+            blocks=blocks,
             samples=self.samples,
             scores=scores,
             estimator=self.estimator,

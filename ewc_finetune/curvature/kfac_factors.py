@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from ewc_finetune.choices import KfacForm
-from ewc_finetune.curvature.per_sample_gradients import Factored, blocks, sum_by_sample
+from ewc_finetune.curvature.per_sample_gradients import Factored, chunks, sum_by_sample
 
 # So many rows of a product that is symmetric are made at once: what lies right of them is their mirror image.
 _PANEL = 192
-
-# A factor has as many rows as a layer has inputs or outputs, and their square in numbers: 0.5 GB in float64.
+# The most rows of a factor, which has as many as its layer has inputs or outputs: 0.5 GB in float64.
 LARGEST = 8192
 
 
@@ -85,7 +84,7 @@ class BlockSums:
         """Sum `a a^T`, and return each sample's part of its trace."""
         size = self.layer.inputs
         norms = []
-        for samples in blocks(self._use.batch, size * self.layer.positions, self._use.inputs.device):
+        for samples in chunks(self._use.batch, size * self.layer.positions, self._use.inputs.device):
             a = self._use.input_vectors(samples)
             if self.layer.bias is not None:
                 a = torch.cat([a, a.new_ones(*a.shape[:2], 1)], dim=2)
@@ -102,7 +101,7 @@ class BlockSums:
         return torch.cat(norms)
 
     def add(self, gradient: Tensor) -> None:
-        """Take in the gradient of one vector at the outputs, stacked."""
+        """Take in the gradient of one vector at the outputs, batch first."""
         g = self._use.output_vectors(gradient)
         if self._form == "reduce" and g.shape[1] > 1:
             g = g.sum(dim=1, keepdim=True)

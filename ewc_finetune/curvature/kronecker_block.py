@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ewc_finetune.choices import KfacDtype
-from ewc_finetune.curvature.kronecker_factors import AUTO_RANK, COARSE, Factor, Rank, Truncated, spectral_function
+from ewc_finetune.curvature.kronecker_factors import AUTO_RANK, COARSE, EighDecomposed, Factor, Rank, spectral_function
 from ewc_finetune.curvature.truncated_product import Cut
 
 
@@ -67,7 +67,7 @@ class Block:
     def _cut(self) -> Cut | None:
         """See `terms`; None unless both factors are cut."""
         a, g = self.input, self.output
-        if not isinstance(a, Truncated) or not isinstance(g, Truncated) or a.complete or g.complete:
+        if not isinstance(a, EighDecomposed) or not isinstance(g, EighDecomposed) or a.complete or g.complete:
             return None
         narrow, wide = (a, g) if len(a.eigenvalues) <= len(g.eigenvalues) else (g, a)
         count = len(wide.eigenvalues)
@@ -121,7 +121,7 @@ class Block:
         if rank != "full":
             factors = [factor.truncated(AUTO_RANK if isinstance(rank, str) else rank) for factor in factors]
         if dtype == "float16":
-            factors = [replace(f, vectors=f.vectors.half()) if isinstance(f, Truncated) else f for f in factors]
+            factors = [replace(f, vectors=f.vectors.half()) if isinstance(f, EighDecomposed) else f for f in factors]
         return replace(self, input=factors[0], output=factors[1])
 
     def split(self, matrix: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor | None]:

@@ -1,4 +1,4 @@
-"""The two factors of a Kronecker block: whole, or cut to their largest eigenvalues."""
+"""The two factors of a Kronecker block: as matrices, or as their leading eigenvalues and eigenvectors."""
 
 from __future__ import annotations
 
@@ -12,21 +12,18 @@ from torch import Tensor
 
 from ewc_finetune.errors import UsageError
 
-# Up to so many rows eigenvectors are worked out in float64, all of them.
+# Up to so many rows all eigenvectors are worked out, in float64; of more, subspace iteration finds the leading ones.
 EXACT_EIGEN = 1024
-
-
-# Of larger ones: eigenvectors that are looked for at first, such as are looked for beside them, and how often.
-_FIRST, _SPARE, _ITERATIONS = 64, 16, 2
-
-
+# How many eigenvectors subspace iteration looks for at first.
+_FIRST = 64
+# How many it follows beside those, by which the last of them come out better.
+_SPARE = 16
+# How often it multiplies by the factor before the eigenvalues are looked at.
+_ITERATIONS = 2
 # The share of a block's trace that may be told apart less finely.
 COARSE = 0.05
-
-
 # The share of a factor's trace that its kept eigenvectors hold, unless it is said.
 AUTO_RANK = 0.99
-
 
 Rank = float | Literal["auto", "full"]
 
@@ -70,7 +67,7 @@ class Factor(ABC):
         """Return it times a number."""
 
     @abstractmethod
-    def eigen(self) -> Truncated:
+    def eigen(self) -> EighDecomposed:
         """Return its eigenvalues and eigenvectors."""
 
     @abstractmethod
@@ -107,8 +104,12 @@ class Factor(ABC):
 
 
 @dataclass(frozen=True)
-class Full(Factor):
-    """A factor as it is."""
+class DenseFactor(Factor):
+    """A factor as a matrix.
+
+    Attributes:
+        values: The matrix, `(size, size)`.
+    """
 
     values: Tensor
 
@@ -143,13 +144,13 @@ class Full(Factor):
         """See `Factor`."""
         return self.values @ matrix
 
-    def to(self, like: Tensor) -> Full:
+    def to(self, like: Tensor) -> DenseFactor:
         """See `Factor`."""
-        return Full(self.values.to(like))
+        return DenseFactor(self.values.to(like))
 
-    def scaled(self, by: float) -> Full:
+    def scaled(self, by: float) -> DenseFactor:
         """See `Factor`."""
-        return Full(self.values * by)
+        return DenseFactor(self.values * by)
 
     def truncated(self, rank: float | int) -> Factor:
         """See `Factor`; of a large one the eigenvectors are those that subspace iteration finds."""
@@ -157,7 +158,7 @@ class Full(Factor):
             return super().truncated(rank)
         return self._leading(rank) or self
 
-    def _leading(self, rank: float | int) -> Truncated | None:
+    def _leading(self, rank: float | int) -> EighDecomposed | None:
         """Find so many leading eigenvectors, or those with a share of the trace unless these are too many.
 
         Randomized subspace iteration (Halko, Martinsson and Tropp 2011, "Finding structure with randomness"). Whatever
@@ -178,7 +179,7 @@ class Full(Factor):
             kept = count if rank >= 1 else int((held < rank * self.trace).sum()) + 1
             if kept <= count:
                 rest = (self.trace - held[kept - 1].item()) / (self.size - kept)
-                return Truncated(vectors[:, :kept].contiguous(), values[:kept], max(0.0, rest))
+                return EighDecomposed(vectors[:, :kept].contiguous(), values[:kept], max(0.0, rest))
             # What is left hardly has larger ones than the last of these.
             if held[-1].item() + (most - count) * values[-1].item() < rank * self.trace:
                 return None
@@ -195,23 +196,23 @@ class Full(Factor):
             norm = torch.linalg.vector_norm(vector)
         return float(norm)
 
-    def eigen(self) -> Truncated:
+    def eigen(self) -> EighDecomposed:
         """See `Factor`."""
         # In float64 it takes minutes for thousands of rows, and what it would add is below what the factor knows.
         matrix = self.values.cpu() if self.values.device.type == "mps" else self.values  # mps has no float64
         values, vectors = torch.linalg.eigh(matrix.double() if self.size <= EXACT_EIGEN else matrix)
-        return Truncated(vectors.flip(1).to(self.values), values.flip(0).clamp(min=0).to(self.values), 0.0)
+        return EighDecomposed(vectors.flip(1).to(self.values), values.flip(0).clamp(min=0).to(self.values), 0.0)
 
-    def clean(self) -> Full:
+    def clean(self) -> DenseFactor:
         """See `Factor`."""
-        found = self.eigen()
+        eigen = self.eigen()
         wide = torch.float32 if self.values.device.type == "mps" else torch.float64
-        vectors = found.vectors.to(wide)
-        return Full((vectors * found.eigenvalues.to(wide)) @ vectors.T)
+        vectors = eigen.vectors.to(wide)
+        return DenseFactor((vectors * eigen.eigenvalues.to(wide)) @ vectors.T)
 
 
 @dataclass(frozen=True)
-class Truncated(Factor):
+class EighDecomposed(Factor):
     """`sum_i e_i v_i v_i^T` over the leading eigenvectors, and the same number for all directions that they leave.
 
     Attributes:
@@ -258,40 +259,42 @@ class Truncated(Factor):
         """See `Factor`."""
         return self.after(matrix.T).T
 
-    def to(self, like: Tensor) -> Truncated:
+    def to(self, like: Tensor) -> EighDecomposed:
         """See `Factor`."""
         rest = torch.tensor(self.rest, dtype=like.dtype).item()
-        return Truncated(self.vectors.to(like), self.eigenvalues.to(like), rest)
+        return EighDecomposed(self.vectors.to(like), self.eigenvalues.to(like), rest)
 
-    def scaled(self, by: float) -> Truncated:
+    def scaled(self, by: float) -> EighDecomposed:
         """See `Factor`."""
-        return Truncated(self.vectors, self.eigenvalues * by, self.rest * by)
+        return EighDecomposed(self.vectors, self.eigenvalues * by, self.rest * by)
 
     def largest(self) -> float:
         """See `Factor`; exactly."""
         rest = 0.0 if self.complete else self.rest
         return float(max([rest, *self.eigenvalues[:1].tolist()]))
 
-    def eigen(self) -> Truncated:
+    def eigen(self) -> EighDecomposed:
         """See `Factor`."""
         return self
 
-    def clean(self) -> Truncated:
-        """See `Factor`; its eigenvalues are none of rounding's."""
+    def clean(self) -> EighDecomposed:
+        """See `Factor`; its eigenvalues are kept without negative ones."""
         return self
 
-    def leading(self, count: int) -> Truncated:
+    def leading(self, count: int) -> EighDecomposed:
         """Return it with so many of its eigenvectors, of less than all, and the mean of what the others hold."""
         rest = (self.trace - self.eigenvalues[:count].sum(dtype=torch.float64).item()) / (self.size - count)
-        return Truncated(self.vectors[:, :count].contiguous(), self.eigenvalues[:count], max(0.0, rest))
+        return EighDecomposed(self.vectors[:, :count].contiguous(), self.eigenvalues[:count], max(0.0, rest))
 
 
-def spectral_function(g: Truncated, a: Truncated, matrix: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+def spectral_function(
+    g: EighDecomposed, a: EighDecomposed, matrix: Tensor, function: Callable[[Tensor], Tensor]
+) -> Tensor:
     """See `Block.spectral`; of a that is complete."""
     return _along(g, matrix @ a.vectors, lambda values: function(values[:, None] * a.eigenvalues)) @ a.vectors.T
 
 
-def _along(g: Truncated, matrix: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+def _along(g: EighDecomposed, matrix: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Multiply what of each column lies along an eigenvector by what the function has for its eigenvalue, a row."""
     rows = g.vectors.T @ matrix
     if g.complete:

@@ -1,9 +1,9 @@
 """One use of a parameter in a forward pass, and the squares of its per-sample gradients.
 
 For sample n and the vector s_m at the outputs, a use takes what went into its operation (A) and the gradient at what
-came out of it (G, one for each m), and adds up `sum_m (d s_m^T f(x_n) / d theta)^2` over the samples. Both are stacked:
-the first dimension is the sample, the rest the shape that one sample alone would have had. All sums are in float32 or
-wider, whatever the model computes in.
+came out of it (G, one for each m), and adds up `sum_m (d s_m^T f(x_n) / d theta)^2` over the samples. Both have the
+batch first, `(batch, *single)`, with the shape that one sample alone would have had. All sums are in float32 or wider,
+whatever the model computes in.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from torch import Tensor
 from ewc_finetune.curvature.convolution import Convolution, better_alone, patches, weight_gradients
 from ewc_finetune.modules.precision import wide
 
-# What is worked on together is of this many bytes: small enough to stay near the cache, large enough for the matrix
-# products to be worth their overhead.
-_CPU_BLOCK = 8 << 20
-_ACCELERATOR_BLOCK = 512 << 20
+# Bytes of a chunk on the CPU: few enough to stay near the cache, and enough for the matrix products to be worth their
+# overhead.
+_CPU_CHUNK = 8 << 20
+# Bytes of a chunk elsewhere.
+_ACCELERATOR_CHUNK = 512 << 20
 
 
 def budget(device: torch.device) -> int:
-    """Return how many bytes a block may have."""
-    return _CPU_BLOCK if device.type == "cpu" else _ACCELERATOR_BLOCK
+    """Return how many bytes a chunk may have."""
+    return _CPU_CHUNK if device.type == "cpu" else _ACCELERATOR_CHUNK
 
 
-def blocks(batch: int, elements: int, device: torch.device) -> Iterator[slice]:
-    """Cut a batch into blocks of samples whose gradients, of so many elements each, fit the budget."""
+def chunks(batch: int, elements: int, device: torch.device) -> Iterator[slice]:
+    """Cut a batch into chunks of samples whose gradients, of so many elements each, fit the budget."""
     step = max(1, min(batch, budget(device) // (4 * max(elements, 1))))
     for start in range(0, batch, step):
         yield slice(start, min(start + step, batch))
 
 
 class Workspace:
-    """Memory for one block of per-sample gradients, used again for every block.
+    """Memory for one chunk of per-sample gradients, used again for every chunk.
 
     Fresh memory of this size comes from the system each time, and page faults would cost more than the products.
     """
@@ -60,7 +61,7 @@ def sum_by_sample(values: Tensor) -> Tensor:
 
 
 def sum_over_samples(values: Tensor) -> Tensor:
-    """Sum over the first dimension, likewise."""
+    """Sum over the first dimension, as a product too; see `sum_by_sample`."""
     flat = values.reshape(len(values), -1)
     return (flat.new_ones(len(flat)) @ flat).view(values.shape[1:])
 
@@ -89,11 +90,11 @@ class Sums:
             raise RuntimeError("finish() before add()")
         return self.squares, self.by_sample
 
-    def _blocks(self, gradient: Tensor) -> Iterator[slice]:
+    def _chunks(self, gradient: Tensor) -> Iterator[slice]:
         # What is made on the way, G times something, may be larger than the result.
-        return blocks(self.batch, max(math.prod(self.shape), gradient[0].numel()), gradient.device)
+        return chunks(self.batch, max(math.prod(self.shape), gradient[0].numel()), gradient.device)
 
-    def _add_block(self, gradients: Tensor, samples: slice) -> None:
+    def _add_chunk(self, gradients: Tensor, samples: slice) -> None:
         if self.by_sample is None:
             self.by_sample = gradients.new_zeros(self.batch)
         self.by_sample[samples] += torch.linalg.vector_norm(gradients.reshape(len(gradients), -1), dim=1).square_()
@@ -112,33 +113,33 @@ class Use(Sums, ABC):
     def gradients(self, gradient: Tensor, samples: slice, workspace: Workspace | None = None) -> Tensor:
         """Return these samples' gradients by the parameter, shape `(samples, *shape)`.
 
-        `gradient` is G of all the batch's samples, stacked. The result is the caller's to change, and lies in the
-        workspace if there is one.
+        `gradient` is G of all the batch's samples. The result is the caller's to change, and lies in the workspace if
+        there is one.
         """
 
     def add(self, gradient: Tensor, workspace: Workspace) -> None:
-        """Add the squares for one vector at the outputs, whose gradient here is `gradient`, stacked."""
-        for samples in self._blocks(gradient):
-            self._add_block(self.gradients(gradient, samples, workspace), samples)
+        """Add the squares for one vector at the outputs, whose gradient here is `gradient`."""
+        for samples in self._chunks(gradient):
+            self._add_chunk(self.gradients(gradient, samples, workspace), samples)
 
 
-class Elementwise(Use):
+class BySquares(Use):
     """A use to which G may matter in square alone: then its squares are summed over the vectors first."""
 
     @abstractmethod
     def takes_squares(self, shape: Sequence[int]) -> bool:
-        """Whether that is so for a G of this shape, stacked; `from_squares` then takes the place of `add`."""
+        """Whether that is so for a G of this shape; `from_squares` then takes the place of `add`."""
 
     @abstractmethod
     def from_squares(self, squares: Tensor, by_sample: Tensor, workspace: Workspace) -> tuple[Tensor, Tensor]:
-        """Return what `finish` would, from the squares of G summed over the vectors, stacked, and their sums."""
+        """Return what `finish` would, from the squares of G summed over the vectors, and their sums by sample."""
 
 
 class Factored(Use):
     """The weight of a linear map of vectors: a sample's gradient is the sum of outer products `g_t a_t^T`.
 
     Attributes:
-        inputs: What went in, stacked.
+        inputs: What went in, batch first.
         transposed: Whether the weight has the shape `(inputs, outputs)`.
     """
 
@@ -154,7 +155,7 @@ class Factored(Use):
         """Return the gradients there, shape `(batch, positions, outputs)`, likewise."""
 
 
-class Dense(Elementwise, Factored):
+class Dense(BySquares, Factored):
     """The weight of a linear map of vectors, one to a sample: its gradient is the outer product of G and A.
 
     `sum_n (g_n a_n^T)^2 = (G * G)^T (A * A)`, so no per-sample gradient is ever made, and the squares of G are summed
@@ -214,17 +215,17 @@ class DenseSequence(Factored):
         return wide(gradient).flatten(1, -2)
 
 
-class Spread(Elementwise):
-    """A parameter that is spread over the outputs and multiplies something, or is just added: scales and biases.
+class Broadcast(BySquares):
+    """A parameter that is broadcast over the outputs and multiplies something, or is just added: scales and biases.
 
-    Its gradient is `G * factor`, summed over the positions that it was spread to.
+    Its gradient is `G * multiplied * scale`, summed over the positions that it was broadcast to.
 
     Args:
         shape: Of the parameter.
         batch: How many samples.
-        view: Its shape as it is spread over one sample's outputs, with a 1 wherever it is repeated.
-        factor: Gives what it multiplies, for some samples, stacked; None for 1.
-        scale: A part of the factor that is the same at all positions, in the parameter's shape.
+        view: Its shape where it meets one sample's outputs, with a 1 wherever it is repeated.
+        multiplied: Gives what it multiplies, for some samples; None for 1.
+        scale: What that is to be multiplied by, in the parameter's shape; None for 1.
     """
 
     def __init__(
@@ -232,12 +233,12 @@ class Spread(Elementwise):
         shape: Sequence[int],
         batch: int,
         view: Sequence[int],
-        factor: Callable[[slice], Tensor] | None = None,
+        multiplied: Callable[[slice], Tensor] | None = None,
         scale: Tensor | None = None,
     ) -> None:
         super().__init__(shape, batch)
         self.view = tuple(view)
-        self.factor = factor
+        self.multiplied = multiplied
         self.scale = scale
 
     def takes_squares(self, shape: Sequence[int]) -> bool:
@@ -246,9 +247,9 @@ class Spread(Elementwise):
 
     def from_squares(self, squares: Tensor, by_sample: Tensor, workspace: Workspace) -> tuple[Tensor, Tensor]:
         """See `Use`."""
-        if self.factor is not None:
-            factor = wide(self.factor(slice(None)))
-            squares = torch.mul(factor, factor, out=workspace(factor.shape, factor)).mul_(squares)
+        if self.multiplied is not None:
+            other = wide(self.multiplied(slice(None)))
+            squares = torch.mul(other, other, out=workspace(other.shape, other)).mul_(squares)
             weights = squares.new_ones(self.view) if self.scale is None else self.scale.square()
             by_sample = squares.reshape(self.batch, -1) @ weights.flatten()
             return sum_over_samples(squares).view(self.shape) * weights.view(self.shape), by_sample
@@ -258,8 +259,8 @@ class Spread(Elementwise):
         """See `Use`."""
         g = wide(gradient[samples])
         repeated = [dim for dim, size in enumerate(self.view, start=1) if size == 1 and g.shape[dim] != 1]
-        if self.factor is not None:
-            g = g * wide(self.factor(samples))
+        if self.multiplied is not None:
+            g = g * wide(self.multiplied(samples))
         elif not repeated:
             g = g.clone()
         if repeated:
@@ -288,13 +289,13 @@ class Lookup(Use):
         """See `Use`. Only the rows that a sample looked up are made, not its whole gradient."""
         g, indices = self._kept(gradient, slice(None))
         keys, inverse = self._keys(indices).flatten().unique(return_inverse=True)  # type: ignore[no-untyped-call]
-        found = torch.zeros(len(keys), self.shape[1], dtype=g.dtype, device=g.device)
-        found.index_add_(0, inverse, g.flatten(0, 1)).square_()
+        rows = torch.zeros(len(keys), self.shape[1], dtype=g.dtype, device=g.device)
+        rows.index_add_(0, inverse, g.flatten(0, 1)).square_()
         if self.squares is None or self.by_sample is None:
             self.squares = torch.zeros(self.shape, dtype=g.dtype, device=g.device)
             self.by_sample = torch.zeros(self.batch, dtype=g.dtype, device=g.device)
-        self.squares.index_add_(0, keys % self.shape[0], found)
-        self.by_sample.index_add_(0, keys // self.shape[0], found.sum(dim=1))
+        self.squares.index_add_(0, keys % self.shape[0], rows)
+        self.by_sample.index_add_(0, keys // self.shape[0], rows.sum(dim=1))
 
     def _keys(self, indices: Tensor) -> Tensor:
         """Number the rows of all samples' gradients, one sample's after the other's."""
@@ -321,25 +322,25 @@ class Filter(Factored):
         g, a = wide(gradient[samples]), wide(self.inputs[samples])
         images = a.shape[:2]
         out = None if workspace is None else workspace((images.numel(), *self.shape), a)
-        found = weight_gradients(self.convolution, self.shape, a.flatten(0, 1), g.flatten(0, 1), out)
-        return found if images[1] == 1 else torch.unflatten(found, 0, images).sum(dim=1)
+        by_image = weight_gradients(self.convolution, self.shape, a.flatten(0, 1), g.flatten(0, 1), out)
+        return by_image if images[1] == 1 else torch.unflatten(by_image, 0, images).sum(dim=1)
 
     def input_vectors(self, samples: slice) -> Tensor:
         """See `Factored`."""
         a = wide(self.inputs[samples])
-        found = patches(self.convolution, self.shape, a.flatten(0, 1)).mT
-        return found.reshape(len(a), -1, found.shape[2])
+        vectors = patches(self.convolution, self.shape, a.flatten(0, 1)).mT
+        return vectors.reshape(len(a), -1, vectors.shape[2])
 
     def output_vectors(self, gradient: Tensor) -> Tensor:
         """See `Factored`."""
         g = wide(gradient)  # (batch, images of a sample, channels, *space)
         return g.flatten(3).mT.flatten(1, 2)
 
-    def _blocks(self, gradient: Tensor) -> Iterator[slice]:
+    def _chunks(self, gradient: Tensor) -> Iterator[slice]:
         if better_alone(self.convolution, self.shape, gradient.device):
             return (slice(n, n + 1) for n in range(self.batch))
         touched = math.prod(self.shape) + gradient[0].numel() + self.inputs[0].numel()
-        return blocks(self.batch, touched, gradient.device)
+        return chunks(self.batch, touched, gradient.device)
 
 
 class Custom(Use):
@@ -367,8 +368,8 @@ class Shared(Sums):
         if not present:
             return
         largest = max((g for _, g in present), key=lambda g: g[0].numel())
-        for samples in self._blocks(largest):
+        for samples in self._chunks(largest):
             total = present[0][0].gradients(present[0][1], samples, workspace)
             for use, gradient in present[1:]:
                 total += use.gradients(gradient, samples)
-            self._add_block(total, samples)
+            self._add_chunk(total, samples)

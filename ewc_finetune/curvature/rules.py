@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ewc_finetune.curvature.batch_dims import Stack
+from ewc_finetune.curvature.batch_dims import BatchFirst
 from ewc_finetune.curvature.convolution import Convolution
-from ewc_finetune.curvature.per_sample_gradients import Dense, DenseSequence, Filter, Lookup, Spread, Use
+from ewc_finetune.curvature.per_sample_gradients import Broadcast, Dense, DenseSequence, Filter, Lookup, Use
 from ewc_finetune.modules.precision import wide
 
-Maker = Callable[[Stack], Use]
+Maker = Callable[[BatchFirst], Use]
 Makers = Iterator[tuple[Tensor, Maker | None]]
 Rule = Callable[..., Makers]
-# What a parameter multiplies, for some of the samples, once it is known how they are stacked.
-Factor = Callable[[Stack], Callable[[slice], Tensor]]
+# What a parameter multiplies, for some of the samples, once it is known which dimension holds them.
+Multiplied = Callable[[BatchFirst], Callable[[slice], Tensor]]
 ModuleRule = Callable[[nn.Module, tuple[Any, ...], Tensor], Mapping[str, Tensor]]
 
 FUNCTION_RULES: dict[Any, Rule] = {}
@@ -67,17 +67,24 @@ def _rule(*functions: Any) -> Callable[[Rule], Rule]:
 
 
 def _dense(weight: Tensor, inputs: Tensor, transposed: bool = False) -> Maker:
-    def make(stack: Stack) -> Use:
-        stacked = stack(inputs)
-        one_vector = math.prod(stacked.shape[1:-1]) == 1
-        return (Dense if one_vector else DenseSequence)(weight.shape, stacked, transposed)
+    def make(batch_first: BatchFirst) -> Use:
+        vectors = batch_first(inputs)
+        one_vector = math.prod(vectors.shape[1:-1]) == 1
+        return (Dense if one_vector else DenseSequence)(weight.shape, vectors, transposed)
 
     return make
 
 
-def _spread(parameter: Tensor, view: Sequence[int], factor: Factor | None = None, scale: Tensor | None = None) -> Maker:
+def _broadcast(
+    parameter: Tensor, view: Sequence[int], multiplied: Multiplied | None = None, scale: Tensor | None = None
+) -> Maker:
     """Make the use of a parameter that has the shape `view` where it meets the output."""
-    return lambda stack: Spread(parameter.shape, stack.batch, view, None if factor is None else factor(stack), scale)
+
+    def make(batch_first: BatchFirst) -> Use:
+        others = None if multiplied is None else multiplied(batch_first)
+        return Broadcast(parameter.shape, batch_first.batch, view, others, scale)
+
+    return make
 
 
 def _trailing(parameter: Tensor, output: Tensor) -> tuple[int, ...]:
@@ -90,20 +97,20 @@ def _channels(parameter: Tensor, output: Tensor) -> tuple[int, ...]:
     return (1, parameter.numel(), *(1,) * (output.ndim - 2))
 
 
-def _of(tensor: Tensor) -> Factor:
-    return lambda stack: stack(tensor).__getitem__
+def _of(tensor: Tensor) -> Multiplied:
+    return lambda batch_first: batch_first(tensor).__getitem__
 
 
 @_rule(functional.linear)
 def _linear(output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Makers:
     yield weight, _dense(weight, input)
     if bias is not None:
-        yield bias, _spread(bias, _trailing(bias, output))
+        yield bias, _broadcast(bias, _trailing(bias, output))
 
 
 @_rule(torch.addmm)
 def _addmm(output: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor) -> Makers:
-    yield input, _spread(input, _trailing(input, output))
+    yield input, _broadcast(input, _trailing(input, output))
     yield mat2, _dense(mat2, mat1, transposed=True)
     yield mat1, None
 
@@ -129,7 +136,7 @@ def _embedding(
         yield weight, None
         return
     padding = None if padding_idx is None else padding_idx % len(weight)
-    yield weight, lambda stack: Lookup(weight.shape, stack(input), padding)
+    yield weight, lambda batch_first: Lookup(weight.shape, batch_first(input), padding)
 
 
 def _for_each_dimension(value: Any, weight: Tensor) -> tuple[int, ...]:
@@ -138,8 +145,8 @@ def _for_each_dimension(value: Any, weight: Tensor) -> tuple[int, ...]:
 
 def _filters(output: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Makers:
     if bias is not None:
-        yield bias, _spread(bias, _channels(bias, output))
-    yield weight, lambda stack: Filter(weight.shape, stack(inputs), convolution)
+        yield bias, _broadcast(bias, _channels(bias, output))
+    yield weight, lambda batch_first: Filter(weight.shape, batch_first(inputs), convolution)
 
 
 @_rule(functional.conv1d, functional.conv2d, functional.conv3d)
@@ -199,21 +206,21 @@ def _normalised(
 ) -> Makers:
     """Scale and shift behind a normalisation; `normalise` gives what the scale multiplies (the weight may be 0)."""
     if bias is not None:
-        yield bias, _spread(bias, view(bias, output))
+        yield bias, _broadcast(bias, view(bias, output))
     if weight is not None:
         # Made when the gradient is there, so that it isn't kept beside the input meanwhile.
-        def factor(stack: Stack) -> Callable[[slice], Tensor]:
+        def multiplied(batch_first: BatchFirst) -> Callable[[slice], Tensor]:
             made: list[Tensor] = []
 
             def part(samples: slice) -> Tensor:
                 if not made:
                     with torch.no_grad():
-                        made.append(stack(normalise()))
+                        made.append(batch_first(normalise()))
                 return made[0][samples]
 
             return part
 
-        yield weight, _spread(weight, view(weight, output), factor)
+        yield weight, _broadcast(weight, view(weight, output), multiplied)
 
 
 @_rule(functional.layer_norm)
@@ -267,7 +274,7 @@ def _batch_norm(
     **named: Any,
 ) -> Makers:
     if bias is not None:
-        yield bias, _spread(bias, _channels(bias, output))
+        yield bias, _broadcast(bias, _channels(bias, output))
     if weight is None:
         return
     if running_mean is None or running_var is None:
@@ -276,8 +283,12 @@ def _batch_norm(
     view = _channels(weight, output)
     mean = running_mean.view(view)
     scale = wide(running_var + _BatchNormOptions(*last, **named).eps).rsqrt()
-    # Not by batch_norm itself, which is several times slower than a subtraction.
-    yield weight, _spread(weight, view, lambda stack: lambda samples: wide(stack(input)[samples]) - mean, scale)
+
+    def centred(batch_first: BatchFirst) -> Callable[[slice], Tensor]:
+        # Not by batch_norm itself, which is several times slower than a subtraction.
+        return lambda samples: wide(batch_first(input)[samples]) - mean
+
+    yield weight, _broadcast(weight, view, centred, scale)
 
 
 def _affine(
@@ -342,7 +353,7 @@ def _instance_norm(
 @_rule(functional.prelu, torch.Tensor.prelu)
 def _prelu(output: Tensor, input: Tensor, weight: Tensor) -> Makers:
     view = _channels(weight, output) if weight.numel() > 1 else (1,) * output.ndim
-    yield weight, _spread(weight, view, lambda stack: lambda samples: stack(input)[samples].clamp(max=0))
+    yield weight, _broadcast(weight, view, lambda batch_first: lambda samples: batch_first(input)[samples].clamp(max=0))
 
 
 @_rule(torch.Tensor.add, torch.add, torch.Tensor.add_)
@@ -350,20 +361,19 @@ def _add(output: Tensor, input: Any, other: Any, *, alpha: float = 1) -> Makers:
     for operand in (input, other):
         if isinstance(operand, Tensor):
             known = alpha == 1 and input is not other
-            yield operand, _spread(operand, _trailing(operand, output)) if known else None
+            yield operand, _broadcast(operand, _trailing(operand, output)) if known else None
 
 
 @_rule(torch.Tensor.mul, torch.mul)
 def _mul(output: Tensor, input: Any, other: Any) -> Makers:
-    for operand, factor in ((input, other), (other, input)):
+    for operand, multiplied in ((input, other), (other, input)):
         if isinstance(operand, Tensor):
-            known = isinstance(factor, Tensor) and factor is not operand
-            yield (
-                operand,
-                _spread(operand, _trailing(operand, output), _of(factor.expand_as(output))) if known else None,
-            )
+            if isinstance(multiplied, Tensor) and multiplied is not operand:
+                yield operand, _broadcast(operand, _trailing(operand, output), _of(multiplied.expand_as(output)))
+            else:
+                yield operand, None
 
 
 @_rule(torch.Tensor.expand)
 def _expand(output: Tensor, input: Tensor, *sizes: Any) -> Makers:
-    yield input, _spread(input, _trailing(input, output))
+    yield input, _broadcast(input, _trailing(input, output))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ewc_finetune.curvature.kronecker_factors import Truncated
+from ewc_finetune.curvature.kronecker_factors import EighDecomposed
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Cut:
         turned: Whether narrow is the output factor.
     """
 
-    narrow: Truncated
-    wide: Truncated
-    coarse: Truncated
+    narrow: EighDecomposed
+    wide: EighDecomposed
+    coarse: EighDecomposed
     turned: bool
 
     @property
-    def factors(self) -> tuple[Truncated, Truncated, Truncated]:
+    def factors(self) -> tuple[EighDecomposed, EighDecomposed, EighDecomposed]:
         """All three."""
         return self.narrow, self.wide, self.coarse
 

@@ -1,4 +1,7 @@
-"""Addresses on the Hub: `hf://ORG/NAME[@REVISION][/FILE]`, as huggingface_hub itself writes them."""
+"""Addresses on the Hub: `hf://ORG/NAME[@REVISION][/FILE]`, as huggingface_hub itself writes them.
+
+A model folder of transformers has a name too, `hf:ORG/NAME[@REVISION]`.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,15 @@ from urllib.parse import unquote
 from ewc_finetune.errors import UsageError, redacted
 
 SCHEME = "hf://"
+# What the name of a model folder of transformers begins with.
+MODEL = "hf:"
 _FORM = "hf://ORG/NAME, with @REVISION and /FILE behind it where they matter"
 _PART = re.compile(r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# Revisions with slashes of their own, which are not the end of them.
+# Revisions that have slashes in them.
 _REFS = re.compile(r"refs/(?:pr/\d+|convert/[\w.-]+)(?=/|$)")
 _OTHER_KINDS = ("datasets", "spaces", "buckets", "kernels")
-# No part of a path.
+# What no part of a path may be.
 _NO_PARTS = ("", ".", "..")
 
 
@@ -28,13 +33,17 @@ class HubAddress:
         repository: `ORG/NAME`, of a model.
         revision: Branch, tag or commit; the default branch if None.
         file: Path of a file in it; None where that is to be found out.
+        is_model: Whether it was written `hf:ORG/NAME`, which means the model folder there, not an anchor.
     """
 
     repository: str
     revision: str | None = None
     file: str | None = None
+    is_model: bool = False
 
     def __str__(self) -> str:
+        if self.is_model and self.file is None:
+            return f"{MODEL}{self.repository}" + ("" if self.revision is None else f"@{self.revision}")
         revision = "" if self.revision is None else f"@{_quoted(self.revision)}"
         return f"{SCHEME}{self.repository}{revision}" + ("" if self.file is None else f"/{self.file}")
 
@@ -82,6 +91,20 @@ def parse_address(text: str) -> HubAddress:
     )
 
 
+def parse_model_name(text: str) -> HubAddress:
+    """Read the name of a model, `hf:ORG/NAME[@REVISION]`.
+
+    Raises:
+        UsageError: if it names none.
+    """
+    repository, _, revision = text.removeprefix(MODEL).partition("@")
+    try:
+        return checked(HubAddress(repository, revision or None, is_model=True), text)
+    except UsageError:
+        form = "expected hf:ORG/NAME, with @REVISION behind it where that matters"
+        raise UsageError(f"{redacted(text)!r} names no model on the Hub; {form}") from None
+
+
 def checked(address: HubAddress, text: str) -> HubAddress:
     """Return an address whose parts the Hub, git and a file system may well have.
 
@@ -115,8 +138,8 @@ def _is_revision(text: str) -> bool:
 
 def _name_and_rest(text: str) -> tuple[str, str, str]:
     """Split `NAME[@REVISION][/FILE]` at whichever comes first."""
-    found = re.match(r"([^@/]*)([@/]?)(.*)", text, re.DOTALL)
-    return (text, "", "") if found is None else (found[1], found[2], found[3])
+    match = re.match(r"([^@/]*)([@/]?)(.*)", text, re.DOTALL)
+    return (text, "", "") if match is None else (match[1], match[2], match[3])
 
 
 def _quoted(revision: str) -> str:

@@ -14,10 +14,10 @@ from ewc_finetune.hub.repository import Fetched, Repository, look_into_cache, lo
 from ewc_finetune.storage.safetensors_source import FileSource, LocalSource, TensorSource
 from ewc_finetune.storage.shards import INDEX, JoinedSource, ShardedSource, parts_named
 
-# What `push` calls an anchor in its repository.
+# The name without ending that `push` gives an anchor in its repository.
 STEM = "anchor"
 _FILE, _PARTS = f"{STEM}.safetensors", f"{STEM}{INDEX}"
-# What is of an anchor in a repository that has something else too.
+# The files of an anchor, in a repository that may have other files.
 ANCHOR_FILES = (_FILE, _PARTS, f"{STEM}-*-of-*.safetensors", f"*.{_FILE}", f"*.{_PARTS}", "anchor-importance.png")
 
 
@@ -29,7 +29,7 @@ class HubAnchor:
         place: Where it is for good: repository, commit and file.
         path: Its file in the cache, or its index.
         source: Its tensors.
-        digest: Of all of it as one file.
+        digest: SHA-256 of all of it as one file.
         remarks: What a reader should know.
     """
 
@@ -68,11 +68,11 @@ def anchor_in(repository: Repository) -> HubAnchor:
 
 def fetch_with_parts(repository: Repository, file: str) -> Fetched:
     """Fetch a file, and if it is an index the files that it names."""
-    found = repository.fetch(file)
+    fetched = repository.fetch(file)
     if not file.endswith(INDEX):
-        return found
-    names = parts_named(found.path, str(repository.address.at(repository.commit, file)))
-    return replace(found, parts={n: repository.fetch(str(PurePosixPath(file).with_name(n))).path for n in names})
+        return fetched
+    names = parts_named(fetched.path, str(repository.address.at(repository.commit, file)))
+    return replace(fetched, parts={n: repository.fetch(str(PurePosixPath(file).with_name(n))).path for n in names})
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Peeked:
     Attributes:
         source: Its tensors.
         place: Where it is for good: repository, commit and file.
-        sha256: Of its file, as the Hub promises it; None for several.
+        sha256: Digest of its file, as the Hub promises it; None for several files.
         remarks: What a reader should know.
     """
 
@@ -150,18 +150,18 @@ def anchor_file(repository: Repository) -> str:
     for name in (_FILE, _PARTS):
         if within + name in repository.files:
             return within + name
-    found = [
+    anchors = [
         name
         for name in sorted(repository.files)
         if name.startswith(within) and name.endswith((f".{_FILE}", f".{_PARTS}"))
     ]
-    if len(found) == 1:
-        return found[0]
+    if len(anchors) == 1:
+        return anchors[0]
     where = repository.address.at(repository.commit)
-    if repository.cached is not None and not found:
+    if repository.cached is not None and not anchors:
         raise UnreachableError(f"there is no anchor of {where} in the cache, and the Hub could not be asked")
-    if found:
-        raise HubError(f"{where} has several anchors ({few(found)}). Name one: {repository.address}/{found[0]}")
+    if anchors:
+        raise HubError(f"{where} has several anchors ({few(anchors)}). Name one: {repository.address}/{anchors[0]}")
     if asked is not None:
         raise HubError(f"{where} is not there: the repository has {few(sorted(repository.files)) or 'no files'}")
     hint = ""

@@ -19,7 +19,7 @@ from ewc_finetune.storage.safetensors_source import (
     unreadable,
 )
 
-# Nearly every header is shorter, so that it takes one request.
+# Bytes of the first request, which hold nearly every header whole.
 _FIRST = 1 << 17
 _BLOCK = 1 << 16
 
@@ -42,13 +42,13 @@ class RemoteSource(TensorSource):
         self.size = size
         if size == 0:
             raise unreadable(self.label, "it is empty")
-        found = self._bytes(0, min(_FIRST, size))
-        end = 8 + header_length(found, self.label)
+        head = self._bytes(0, min(_FIRST, size))
+        end = 8 + header_length(head, self.label)
         if end > size:
             raise unreadable(self.label, "its size is not what its header says")
-        if end > len(found):
-            found += self._bytes(len(found), end)
-        self.header = parse_header(found[:end], self.label)
+        if end > len(head):
+            head += self._bytes(len(head), end)
+        self.header = parse_header(head[:end], self.label)
         if end + self.header.data != size:
             raise unreadable(self.label, "its size is not what its header says")
         self.metadata, self.entries = self.header.metadata, self.header.entries
@@ -57,29 +57,29 @@ class RemoteSource(TensorSource):
         """See `TensorSource`."""
         entry = self.entries[name]
         behind = self.header.length
-        found = self._bytes(behind + entry.start, behind + entry.end) if entry.end > entry.start else b""
+        content = self._bytes(behind + entry.start, behind + entry.end) if entry.end > entry.start else b""
         alone = entry._replace(start=0, end=entry.end - entry.start)
         try:
-            return load(make_header({}, {name: alone}) + found)[name]
+            return load(make_header({}, {name: alone}) + content)[name]
         except (SafetensorError, KeyError) as error:
             raise unreadable(self.label, str(error)) from error
 
     def _bytes(self, start: int, end: int) -> bytes:
         """Fetch the bytes from one place to another; where the connection is cut, go on from there."""
-        found = bytearray()
+        received = bytearray()
 
         def fetch_rest() -> None:
-            if len(found) < end - start:  # the connection may have been cut behind the last byte
-                for block in self._answer(start + len(found), end):
-                    found.extend(block)
+            if len(received) < end - start:  # the connection may have been cut after the last byte
+                for block in self._answer(start + len(received), end):
+                    received.extend(block)
 
         with hub_errors(self.place):
-            while len(found) < end - start:
-                before = len(found)
+            while len(received) < end - start:
+                before = len(received)
                 patiently(fetch_rest)
-                if len(found) == before:
+                if len(received) == before:
                     raise HubError(f"{self.place}: the Hub sent less than was asked for. Run the command again")
-        return bytes(found)
+        return bytes(received)
 
     def _answer(self, start: int, end: int) -> Iterator[bytes]:
         from huggingface_hub import hf_hub_url
@@ -88,7 +88,7 @@ class RemoteSource(TensorSource):
         place, left = self.place, end - start
         url = hf_hub_url(place.repository, str(place.file), revision=place.revision)
         headers = {**build_hf_headers(library_name="ewc-finetune"), "Range": f"bytes={start}-{end - 1}"}
-        headers["Accept-Encoding"] = "identity"  # what is packed has other ranges
+        headers["Accept-Encoding"] = "identity"  # ranges of a compressed answer would be others
         with get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=PATIENCE) as answer:
             hf_raise_for_status(answer)
             if answer.status_code != 206:

@@ -26,8 +26,8 @@ class Promise:
 
     Attributes:
         size: Its bytes; None where only the cache is asked.
-        sha256: Of a large file.
-        blob: Git's hash, of a small one.
+        sha256: The SHA-256 of a large file.
+        blob: Git's hash of a small file.
     """
 
     size: int | None = None
@@ -40,9 +40,9 @@ class Fetched:
     """A file that is on this machine now, as it was promised.
 
     Attributes:
-        path: In the cache.
-        sha256: Of its bytes.
-        parts: Of an index, where the files are that it names.
+        path: Where it is in the cache.
+        sha256: Digest of its bytes.
+        parts: For an index, where the files are that it names.
     """
 
     path: Path
@@ -87,7 +87,7 @@ class Repository:
         """
         promise = self.files.get(file)
         place = self.address.at(self.commit, file)
-        if promise is None and self.cached is not None:  # which may have some of a commit's files
+        if promise is None and self.cached is not None:  # the cache may have only some of a commit's files
             try:
                 return look_up_now(place).fetch(file)
             except UnreachableError as error:
@@ -105,7 +105,7 @@ class Repository:
         """
         promise = self.files.get(file) or Promise()
         if promise.sha256 is None and promise.blob is None:
-            promise = _promised(path)  # for a Hub that says nothing in its list
+            promise = _promised(path)  # some Hubs list files without their hashes
         return _checked(path, promise, self.address.at(self.commit, file))
 
     def _download(self, file: str) -> Path:
@@ -154,35 +154,35 @@ def look_up_now(address: HubAddress) -> Repository:
         HubError: as `look_up` raises it.
     """
     with hub_errors(address):
-        found = patiently(
+        info = patiently(
             lambda: api().model_info(
                 address.repository, revision=address.revision, files_metadata=True, timeout=PATIENCE
             )
         )
-    if found.sha is None or not is_commit(found.sha):
+    if info.sha is None or not is_commit(info.sha):
         raise HubError(f"{address}: the Hub does not say what commit this is. Is HF_ENDPOINT that of a Hub?")
     files = {
         sibling.rfilename: Promise(
             sibling.size, None if sibling.lfs is None else sibling.lfs["sha256"], sibling.blob_id
         )
-        for sibling in found.siblings or ()
+        for sibling in info.siblings or ()
     }
-    return Repository(address, found.sha, files, private=found.private)
+    return Repository(address, info.sha, files, private=info.private)
 
 
-def remember(found: Repository) -> None:
-    """Have the cache know what a branch is now, as the client does, should there be no connection later.
+def remember(repository: Repository) -> None:
+    """Have the cache know the commit of a branch, as the client does, for when there is no connection.
 
-    For when all is fetched that somebody would want then.
+    Called once all files are fetched that are needed without one.
     """
-    revision = found.address.revision or _DEFAULT_BRANCH
-    if is_commit(revision) or found.cached is not None:
+    revision = repository.address.revision or _DEFAULT_BRANCH
+    if is_commit(revision) or repository.cached is not None:
         return
-    ref = _folder_of(found.address) / "refs" / revision
+    ref = _folder_of(repository.address) / "refs" / revision
     with contextlib.suppress(OSError, StorageError):
         ref.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(ref) as temporary:
-            temporary.write_text(found.commit)
+            temporary.write_text(repository.commit)
 
 
 def _folder_of(address: HubAddress) -> Path:
@@ -219,22 +219,22 @@ def _promised(path: Path) -> Promise:
 
 def _checked(path: Path, promise: Promise, place: HubAddress) -> str:
     """Return the digest of a file, and remove it from the cache if it is not what was promised."""
-    found = sha256(path)
+    digest = sha256(path)
     if promise.sha256 is not None:
-        kind, expected, own = "SHA-256", promise.sha256, found
+        kind, expected, own = "SHA-256", promise.sha256, digest
     elif promise.blob is not None:
         kind, expected, own = "git hash", promise.blob, git_hash(path)
     else:
-        return found
+        return digest
     if own != expected:
-        with contextlib.suppress(OSError):  # a cache that others look after may be read only
+        with contextlib.suppress(OSError):  # a shared cache may be read only
             path.resolve().unlink(missing_ok=True)
             path.unlink(missing_ok=True)
         raise HubError(
             f"{place} is not what the Hub promised: its {kind} is {own}, and should be {expected}. It was taken out of "
             "the cache if that may be written to; run the command again, and if it stays so, don't use it"
         )
-    return found
+    return digest
 
 
 def git_hash(content: Path | bytes) -> str:

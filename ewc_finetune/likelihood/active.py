@@ -10,7 +10,7 @@ from torch import Tensor
 from ewc_finetune.errors import DataError, UsageError
 from ewc_finetune.likelihood.base import IGNORED, Likelihood
 from ewc_finetune.likelihood.categorical import Categorical
-from ewc_finetune.likelihood.output_fisher import Factors
+from ewc_finetune.likelihood.output_fisher import OutputFisher
 
 
 class Active(Likelihood):
@@ -73,14 +73,16 @@ class Active(Likelihood):
                 f"{', '.join(map(str, sorted(set(beyond.tolist()))[:10]))}"
             )
 
-    def exact(self, outputs: Tensor) -> Factors:
+    def exact(self, outputs: Tensor) -> OutputFisher:
         """See `Likelihood`."""
         inner = self.inner.exact(self._take(outputs))
-        return Factors(inner.count, lambda m: self._put(inner[m], outputs), lambda: self._put(inner.squares(), outputs))
+        return OutputFisher(
+            inner.count, lambda m: self._put(inner[m], outputs), lambda: self._put(inner.squares(), outputs)
+        )
 
-    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def output_gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See `Likelihood`."""
-        return self._put(self.inner.score(self._take(outputs), self._map(targets)), outputs)
+        return self._put(self.inner.output_gradient(self._take(outputs), self._map(targets)), outputs)
 
     def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """See `Likelihood`."""

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ewc_finetune.choices import Estimator
 from ewc_finetune.errors import DataError, UsageError
-from ewc_finetune.likelihood.output_fisher import Factors
+from ewc_finetune.likelihood.output_fisher import OutputFisher
 from ewc_finetune.modules.precision import wide
 
-IGNORED = -100  # the label of a token that doesn't count, as in torch's cross-entropy
-
-
+# The label of a token that doesn't count, as in torch's cross-entropy.
+IGNORED = -100
+# The largest answer that is kept: half precision has none beyond it.
 LARGEST_OUTPUT = torch.finfo(torch.float16).max
 
 
@@ -63,11 +63,11 @@ class Likelihood(ABC):
         """
 
     @abstractmethod
-    def exact(self, outputs: Tensor) -> Factors:
+    def exact(self, outputs: Tensor) -> OutputFisher:
         """Return vectors whose outer products sum to `S_n`; `outputs` are float32 or wider."""
 
     @abstractmethod
-    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def output_gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the gradient of log p(y | outputs) by the outputs, for the targets y."""
 
     @abstractmethod
@@ -116,15 +116,15 @@ class Likelihood(ABC):
         """
         raise UsageError(f"the predicted estimator is zero for the {self.name} likelihood; use exact or sampled")
 
-    def factors(
+    def output_fisher(
         self,
         outputs: Tensor,
         targets: Tensor | None,
         estimator: Estimator,
         generator: torch.Generator,
         draws: int = 1,
-    ) -> Factors:
-        """Return the vectors `s_m` of the module's docstring for the estimator's choice of y, detached.
+    ) -> OutputFisher:
+        """Return the Fisher at the outputs for the estimator's choice of y, detached.
 
         `batched` has the vectors of `empirical`: it differs in when the gradients are squared, which is not decided
         here.
@@ -139,35 +139,33 @@ class Likelihood(ABC):
         Raises:
             DataError: if the estimator needs targets and there are none.
         """
-        return self.counted(self._factors(wide(outputs.detach()), targets, estimator, generator, draws), targets)
+        outputs = wide(outputs.detach())
+        if estimator == "exact":
+            return self.counted(self.exact(outputs), targets)
+        if estimator == "sampled":
+            # For each sample all of its draws, one sample after the other.
+            repeated = outputs.repeat_interleave(draws, dim=0)
+            known = None if targets is None else targets.repeat_interleave(draws, dim=0)
+            drawn = self.output_gradient(repeated, self.draw(repeated, known, generator)) / math.sqrt(draws)
+            drawn = torch.unflatten(drawn, 0, (len(outputs), draws))
+            fisher = OutputFisher(draws, lambda m: drawn[:, m], lambda: drawn.square().sum(dim=1))
+            return self.counted(fisher, targets)
+        if estimator == "predicted":
+            labels = self.predict(outputs)
+        elif targets is not None:
+            labels = targets
+        else:
+            raise DataError(f"the {estimator} estimator needs labels and this data has none; use exact or sampled")
+        vector = self.output_gradient(outputs, labels)
+        return self.counted(OutputFisher(1, lambda _: vector, vector.square), targets)
 
     def draw(self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator) -> Tensor:
         """Draw targets where the known ones say that there are any; see `sample`."""
         return self.sample(outputs, generator)
 
-    def counted(self, factors: Factors, targets: Tensor | None) -> Factors:
-        """Return the vectors without what the targets say does not count."""
-        return factors
-
-    def _factors(
-        self, outputs: Tensor, targets: Tensor | None, estimator: Estimator, generator: torch.Generator, draws: int
-    ) -> Factors:
-        if estimator == "exact":
-            return self.exact(outputs)
-        if estimator == "sampled":
-            # For each sample all of its draws, one sample after the other.
-            repeated = outputs.repeat_interleave(draws, dim=0)
-            known = None if targets is None else targets.repeat_interleave(draws, dim=0)
-            drawn = self.score(repeated, self.draw(repeated, known, generator)) / math.sqrt(draws)
-            drawn = torch.unflatten(drawn, 0, (len(outputs), draws))
-            return Factors(draws, lambda m: drawn[:, m], lambda: drawn.square().sum(dim=1))
-        if estimator == "predicted":
-            vector = self.score(outputs, self.predict(outputs))
-        elif targets is None:
-            raise DataError(f"the {estimator} estimator needs labels and this data has none; use exact or sampled")
-        else:
-            vector = self.score(outputs, targets)
-        return Factors(1, lambda _: vector, vector.square)
+    def counted(self, fisher: OutputFisher, targets: Tensor | None) -> OutputFisher:
+        """Return it without what the targets say does not count."""
+        return fisher
 
 
 def check_real(name: str, outputs: Tensor, where: str) -> None:

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from ewc_finetune.errors import DataError
 from ewc_finetune.likelihood.base import LARGEST_OUTPUT, Likelihood, check_real, check_shape
-from ewc_finetune.likelihood.output_fisher import Factors, diagonal_factors
+from ewc_finetune.likelihood.output_fisher import OutputFisher, diagonal_fisher
 from ewc_finetune.modules.precision import wide
 
 
@@ -43,11 +43,11 @@ class Bernoulli(Likelihood):
                 "them between 0 and 1"
             )
 
-    def exact(self, outputs: Tensor) -> Factors:
+    def exact(self, outputs: Tensor) -> OutputFisher:
         """`S_n` is diagonal, `p (1 - p)`: one vector to an answer."""
-        return diagonal_factors(outputs.sigmoid() * (-outputs).sigmoid())
+        return diagonal_fisher(outputs.sigmoid() * (-outputs).sigmoid())
 
-    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def output_gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """`y - p`, written so that nothing cancels near certainty."""
         y = targets.to(outputs)
         return y * (-outputs).sigmoid() - (1 - y) * outputs.sigmoid()

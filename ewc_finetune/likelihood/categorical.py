@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from ewc_finetune.errors import DataError
 from ewc_finetune.likelihood.base import IGNORED, LARGEST_OUTPUT, Likelihood, check_classes
-from ewc_finetune.likelihood.output_fisher import Factors, softmax_factors
+from ewc_finetune.likelihood.output_fisher import OutputFisher, softmax_fisher
 from ewc_finetune.modules.precision import wide
 
 
@@ -53,11 +53,11 @@ class Categorical(Likelihood):
             )
         check_classes(targets, output_shape[-1], where)
 
-    def exact(self, outputs: Tensor) -> Factors:
-        """See `softmax_factors`: at most classes - 1 vectors."""
-        return softmax_factors(outputs.softmax(dim=1))
+    def exact(self, outputs: Tensor) -> OutputFisher:
+        """See `softmax_fisher`: at most classes - 1 vectors."""
+        return softmax_fisher(outputs.softmax(dim=1))
 
-    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def output_gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """`e_y - p`, in which the sum of the others takes the place of `1 - p_y`, which would cancel near certainty."""
         others = outputs.softmax(dim=-1).scatter_(-1, targets[..., None], 0)
         rest = others.sum(dim=-1, keepdim=True)
@@ -144,17 +144,17 @@ class PerToken(Categorical):
         drawn[targets != IGNORED] = self.sample(outputs[targets != IGNORED], generator)
         return drawn
 
-    def counted(self, factors: Factors, targets: Tensor | None) -> Factors:
+    def counted(self, fisher: OutputFisher, targets: Tensor | None) -> OutputFisher:
         """See `Likelihood`: of a token that is ignored there is nothing."""
         if targets is None or not (ignored := targets == IGNORED).any():
-            return factors
+            return fisher
         kept = ~ignored[..., None]
-        return Factors(factors.count, lambda m: factors[m] * kept, lambda: factors.squares() * kept)
+        return OutputFisher(fisher.count, lambda m: fisher[m] * kept, lambda: fisher.squares() * kept)
 
-    def exact(self, outputs: Tensor) -> Factors:
+    def exact(self, outputs: Tensor) -> OutputFisher:
         """Those of each token by itself, at most classes - 1: given the input, tokens are independent."""
         tokens = outputs.shape[1]
-        each = softmax_factors(outputs.softmax(dim=2).flatten(0, 1))
+        each = softmax_fisher(outputs.softmax(dim=2).flatten(0, 1))
 
         def make(m: int) -> Tensor:
             token, k = divmod(m, each.count)
@@ -162,9 +162,9 @@ class PerToken(Categorical):
             vector[:, token] = each[k].view_as(outputs)[:, token]
             return vector
 
-        return Factors(tokens * each.count, make, lambda: each.squares().view_as(outputs))
+        return OutputFisher(tokens * each.count, make, lambda: each.squares().view_as(outputs))
 
-    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def output_gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """`e_y - p` for every token that counts."""
         counted = targets != IGNORED
-        return super().score(outputs, targets.where(counted, 0)).mul_(counted[..., None])
+        return super().output_gradient(outputs, targets.where(counted, 0)).mul_(counted[..., None])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ewc_finetune.likelihood.base import Likelihood, check_real, check_shape
-from ewc_finetune.likelihood.output_fisher import Factors, diagonal_factors
+from ewc_finetune.likelihood.output_fisher import OutputFisher, diagonal_fisher
 from ewc_finetune.modules.precision import wide
 
 
@@ -37,11 +37,11 @@ class Gaussian(Likelihood):
         """Check that targets have the shape of the outputs."""
         check_shape(self.name, targets, output_shape, where)
 
-    def exact(self, outputs: Tensor) -> Factors:
+    def exact(self, outputs: Tensor) -> OutputFisher:
         """`S_n` is the identity: one vector to an output."""
-        return diagonal_factors(torch.ones_like(outputs))
+        return diagonal_fisher(torch.ones_like(outputs))
 
-    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def output_gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """`y - f(x)`."""
         return targets.to(outputs) - outputs
 

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 
 @dataclass(frozen=True)
-class Factors:
-    """The vectors `s_m` of a batch, made one at a time: a thousand classes would not fit all at once.
+class OutputFisher:
+    """`S_n` for every sample of a batch, by its vectors `s_m`, made one at a time: those of 1,000 classes may not fit.
 
     Attributes:
         count: How many there are (M).
@@ -30,13 +30,13 @@ class Factors:
         """Return `sum_m s_m^2`, the diagonal of each `S_n`, in the shape of the outputs."""
         return self._squares()
 
-    def stack(self, samples: slice) -> Tensor:
+    def vectors(self, samples: slice) -> Tensor:
         """Return all vectors of some samples, shape `(M, samples, *output)`."""
         return torch.stack([self._make(m)[samples] for m in range(self.count)])
 
 
-def softmax_factors(p: Tensor) -> Factors:
-    """Factor `diag(p) - p p^T` for each row of probabilities, shape `(rows, classes)`.
+def softmax_fisher(p: Tensor) -> OutputFisher:
+    """Return `diag(p) - p p^T` for each row of probabilities, shape `(rows, classes)`.
 
     This is the Cholesky factor in closed form (Tanabe and Sagae 1992, "An exact Cholesky decomposition and the
     generalized inverse of the variance-covariance matrix of the multinomial distribution"), with the classes of each
@@ -67,7 +67,7 @@ def softmax_factors(p: Tensor) -> Factors:
         others[:, 0] = after[:, 0]
         return torch.zeros_like(p).scatter_(1, order, ordered * others)
 
-    return Factors(max(1, min(count, p.shape[1] - 1)), make, squares)
+    return OutputFisher(max(1, min(count, p.shape[1] - 1)), make, squares)
 
 
 def _tails(values: Tensor) -> Tensor:
@@ -75,8 +75,8 @@ def _tails(values: Tensor) -> Tensor:
     return values.flip(1).cumsum(dim=1).flip(1)
 
 
-def diagonal_factors(variance: Tensor) -> Factors:
-    """Factor a diagonal `S_n`: vector m is `sqrt(variance)` at output m and zero elsewhere."""
+def diagonal_fisher(variance: Tensor) -> OutputFisher:
+    """Return a diagonal `S_n`: vector m is `sqrt(variance)` at output m and zero elsewhere."""
     flat = variance.sqrt().reshape(len(variance), -1)
 
     def make(m: int) -> Tensor:
@@ -84,4 +84,4 @@ def diagonal_factors(variance: Tensor) -> Factors:
         vector[:, m] = flat[:, m]
         return vector.view_as(variance)
 
-    return Factors(flat.shape[1], make, lambda: variance)
+    return OutputFisher(flat.shape[1], make, lambda: variance)

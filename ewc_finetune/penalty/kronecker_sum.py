@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ewc_finetune.choices import KfacSum
 from ewc_finetune.curvature.kronecker_block import Block
-from ewc_finetune.curvature.kronecker_factors import EXACT_EIGEN, Factor, Full, Truncated
+from ewc_finetune.curvature.kronecker_factors import EXACT_EIGEN, DenseFactor, EighDecomposed, Factor
 from ewc_finetune.errors import AnchorMismatchError
 from ewc_finetune.penalty.conjugate_gradients import solve
 
@@ -99,12 +99,12 @@ def _terms(blocks: Sequence[Block]) -> tuple[list[Factor], list[Factor]]:
     return [a for a, _ in terms], [g for _, g in terms]
 
 
-def _weighted(weights: Tensor, factors: Sequence[Factor]) -> Full:
+def _weighted(weights: Tensor, factors: Sequence[Factor]) -> DenseFactor:
     size = max(factor.size for factor in factors)
     total = torch.zeros(size, size, dtype=torch.float64)
     for weight, factor in zip(weights.tolist(), factors, strict=True):
         total[: factor.size, : factor.size] += weight * factor.matrix().double()
-    return Full(total)
+    return DenseFactor(total)
 
 
 def _partial_traces(inputs: Sequence[Factor], outputs: Sequence[Factor]) -> tuple[Tensor, Tensor]:
@@ -144,7 +144,7 @@ def _products(factors: Sequence[Factor]) -> Tensor:
 
 
 def _product(one: Factor, other: Factor) -> float:
-    if isinstance(one, Truncated) and isinstance(other, Truncated) and one.size == other.size:
+    if isinstance(one, EighDecomposed) and isinstance(other, EighDecomposed) and one.size == other.size:
         # <V D V^T + r, W E W^T + s>, with D and E what the eigenvalues are above the rest
         d, e = one.eigenvalues.double() - one.rest, other.eigenvalues.double() - other.rest
         shared = d @ (one.vectors.double().T @ other.vectors.double()).square() @ e

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ewc_finetune.anchor.anchor import Anchor
-from ewc_finetune.checkpoint.location import place_of
+from ewc_finetune.checkpoint.location import local_name
 from ewc_finetune.checkpoint.pin import pinned_anchor
 from ewc_finetune.choices import PENALTY_FORMS, PenaltyForm, check_choice
 from ewc_finetune.errors import UsageError
@@ -136,7 +136,7 @@ def as_stacks(anchors: Any, progress: Progress) -> list[Stack]:
 
 def stack_label(anchors: Iterable[str]) -> str:
     """Return what to call a stack: its files' names, without folder and ending."""
-    names = [beside(place_of(anchor), "").name.removesuffix(".anchor") for anchor in anchors]
+    names = [beside(local_name(anchor), "").name.removesuffix(".anchor") for anchor in anchors]
     return "+".join(re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-") for name in names)
 
 

@@ -69,10 +69,10 @@ def _by_fallback(
         for inputs, targets in batches:
             with torch.no_grad():
                 outputs = model(inputs)
-            factors = likelihood.factors(outputs, targets, estimator, torch.Generator())
+            fisher = likelihood.output_fisher(outputs, targets, estimator, torch.Generator())
             for start in range(0, len(inputs), step or len(inputs)):
                 part = slice(start, start + (step or len(inputs)))
-                way(model, parameters, inputs[part], factors.stack(part))
+                way(model, parameters, inputs[part], fisher.vectors(part))
 
     return run
 

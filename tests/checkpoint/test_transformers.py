@@ -37,7 +37,7 @@ from transformers import (
 from transformers.utils import logging
 
 import ewc_finetune as ewc
-from ewc_finetune.checkpoint.location import download
+from ewc_finetune.checkpoint.location import fetch, locate
 from ewc_finetune.checkpoint.open import open_model
 from ewc_finetune.commands.consolidate import default_output
 from ewc_finetune.data.domain import as_domain
@@ -53,6 +53,7 @@ from ewc_finetune.errors import (
     UsageError,
 )
 from ewc_finetune.hub.client import UnreachableError
+from ewc_finetune.hub.repository import look_up
 from ewc_finetune.likelihood.base import IGNORED
 from ewc_finetune.likelihood.categorical import PerToken
 
@@ -276,7 +277,7 @@ def test_a_model_on_the_hub(tmp_path, monkeypatch):
     """From the cache, as it is without a connection."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(UnreachableError, match="hf://org/name is not in the cache, and HF_HUB_OFFLINE is set"):
+    with pytest.raises(UnreachableError, match="hf:org/name is not in the cache, and HF_HUB_OFFLINE is set"):
         open_model("hf:org/name")
     cached = tmp_path / "models--org--name"
     (cached / "refs").mkdir(parents=True)
@@ -359,17 +360,17 @@ def test_padding_has_no_part_in_the_fisher(tmp_path):
 def test_tokens_that_do_not_count_have_no_part_in_any_estimator(estimator):
     outputs = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     targets = torch.tensor([[1, 2, IGNORED, 0], [IGNORED, IGNORED, 3, IGNORED]])
-    factors = PerToken().factors(outputs, targets, estimator, torch.Generator().manual_seed(0))
-    vectors = factors.stack(slice(None))
+    fisher = PerToken().output_fisher(outputs, targets, estimator, torch.Generator().manual_seed(0))
+    vectors = fisher.vectors(slice(None))
     assert not vectors[:, targets == IGNORED].any()
     assert vectors[:, targets != IGNORED].any(dim=-1).any(dim=0).all()
-    torch.testing.assert_close(factors.squares(), vectors.square().sum(dim=0))
+    torch.testing.assert_close(fisher.squares(), vectors.square().sum(dim=0))
     if estimator == "sampled":  # what does not count takes no random numbers
-        alone = PerToken().factors(outputs[:, :2], targets[:, :2], estimator, torch.Generator().manual_seed(0))
-        assert torch.equal(alone.stack(slice(None))[:, 0], vectors[:, 0, :2])
+        alone = PerToken().output_fisher(outputs[:, :2], targets[:, :2], estimator, torch.Generator().manual_seed(0))
+        assert torch.equal(alone.vectors(slice(None))[:, 0], vectors[:, 0, :2])
         return
-    whole = PerToken().factors(outputs, targets.clamp(min=0), estimator, torch.Generator().manual_seed(0))
-    assert torch.equal(whole.stack(slice(None))[:, targets != IGNORED], vectors[:, targets != IGNORED])
+    whole = PerToken().output_fisher(outputs, targets.clamp(min=0), estimator, torch.Generator().manual_seed(0))
+    assert torch.equal(whole.vectors(slice(None))[:, targets != IGNORED], vectors[:, targets != IGNORED])
 
 
 def test_a_model_consolidated_on_its_own_samples(tmp_path, monkeypatch):
@@ -697,8 +698,9 @@ def test_what_is_downloaded(hub):
     names += ["onnx/model.onnx", "2_Dense/model.safetensors"]
     hub.create("org/name")
     commit = hub.put("org/name", dict.fromkeys(names, b"x")).oid
-    folder, pinned, _ = download("hf:org/name@main")
-    assert pinned == f"hf:org/name@{commit}"
+    repository = look_up(locate("hf:org/name@main"))
+    folder, _ = fetch(repository)
+    assert str(repository.address.at(repository.commit)) == f"hf:org/name@{commit}"
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert found == {".gitattributes", "config.json", "model.safetensors", "1_Pooling/config.json"}
 

@@ -205,8 +205,8 @@ def test_sampled_tends_to_exact():
 def test_vectorised_and_one_at_a_time_are_the_same():
     model, inputs, _ = case("convolutional")
     parameters = dict(model.named_parameters())
-    factors = torch.randn(2, 11, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    one, other = (engine(model, parameters, inputs, factors) for engine in (vectorised, one_at_a_time))
+    vectors = torch.randn(2, 11, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    one, other = (engine(model, parameters, inputs, vectors) for engine in (vectorised, one_at_a_time))
     assert relative_error({n: s for n, (s, _) in one.items()}, {n: s for n, (s, _) in other.items()}) < 1e-12
     assert relative_error({n: s for n, (_, s) in one.items()}, {n: s for n, (_, s) in other.items()}) < 1e-12
 

@@ -16,7 +16,7 @@ import ewc_finetune as ewc
 from ewc_finetune import Anchor, Penalty, Provenance, compute_fisher
 from ewc_finetune.curvature.kfac_factors import BlockSums
 from ewc_finetune.curvature.kronecker_block import Block
-from ewc_finetune.curvature.kronecker_factors import Full, Truncated
+from ewc_finetune.curvature.kronecker_factors import DenseFactor, EighDecomposed
 from ewc_finetune.errors import (
     AnchorError,
     AnchorMismatchError,
@@ -261,17 +261,17 @@ def test_a_block_is_the_kronecker_product_of_its_factors(inputs, outputs, ranks,
 def test_the_largest_eigenvalue_of_a_softmax(outputs):
     """Of a factor of which the mean of all directions is nothing."""
     p = torch.full((outputs,), 1 / outputs, dtype=torch.float64)
-    factor = Full(torch.diag(p) - torch.outer(p, p))
+    factor = DenseFactor(torch.diag(p) - torch.outer(p, p))
     assert factor.largest() == pytest.approx(1 / outputs, rel=0.01)
     assert factor.truncated(1).largest() == pytest.approx(1 / outputs)
-    assert Full(torch.zeros(3, 3)).largest() == 0
+    assert DenseFactor(torch.zeros(3, 3)).largest() == 0
 
 
 def test_truncation_keeps_the_trace():
     factor = psd(12, 0)
     for rank in (1, 5, 11, 0.5, 0.7):
         cut = factor.truncated(rank)
-        assert isinstance(cut, Truncated)
+        assert isinstance(cut, EighDecomposed)
         assert cut.trace == pytest.approx(factor.trace)
         if rank < 1:
             held = cut.eigenvalues.sum() / factor.trace
@@ -291,7 +291,7 @@ def test_truncation_of_large_factors(monkeypatch, decay, rank):
     size = 300
     vectors = torch.linalg.qr(psd(size, 0).matrix()).Q
     values = torch.arange(1, size + 1).double() ** -decay
-    factor = Full((vectors * values) @ vectors.T)
+    factor = DenseFactor((vectors * values) @ vectors.T)
     share = values.cumsum(0) / values.sum()
     needed = int((share < rank).sum()) + 1 if rank < 1 else rank
     cut = factor.truncated(rank)
@@ -385,7 +385,7 @@ def test_the_implicit_step_of_several_anchors_is_stable_at_any_lambda(lam):
     anchors = []
     for seed in range(2):
         found = make_anchor(model, seed)
-        blocks = {n: replace(b, input=Full(b.input.matrix().float())) for n, b in found.blocks.items()}
+        blocks = {n: replace(b, input=DenseFactor(b.input.matrix().float())) for n, b in found.blocks.items()}
         anchors.append(replace(found, blocks=blocks))
     penalty = Penalty(model, anchors, lam, "proximal")
     generator = torch.Generator().manual_seed(0)
@@ -524,7 +524,7 @@ def test_a_lambda_beyond_the_numbers_of_a_block():
 
 def test_blocks_are_enough_where_the_diagonal_is_zero(tmp_path):
     model = trained(nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5)), torch.float32)
-    blocks = {"0": Block("0.weight", "0.bias", False, Full(torch.eye(7)), Full(torch.eye(5)))}
+    blocks = {"0": Block("0.weight", "0.bias", False, DenseFactor(torch.eye(7)), DenseFactor(torch.eye(5)))}
     weights = {name: p.detach() + 1 for name, p in model.named_parameters()}
     zero = {name: torch.zeros(5) for name in ("1.weight", "1.bias")}
     path = Anchor(weights, zero, {}, Provenance("a", curvature="kfac"), blocks=blocks).save(tmp_path / "a.st").path
@@ -644,18 +644,26 @@ def test_inspect_says_what_blocks_take_and_save(tmp_path):
 @pytest.mark.parametrize(
     ("factor", "error", "message"),
     [
-        (Full(torch.tensor([[1.0, 0.0], [0.5, 1.0]])), AnchorError, "input factor of 0 is not symmetric"),
-        (Full(torch.tensor([[1.0, 2.0], [2.0, 1.0]])), AnchorError, "input factor of 0 has negative eigenvalues"),
-        (Full(torch.full((2, 2), float("nan"))), NonFiniteError, "input factor of 0 holds NaN"),
-        (Full(torch.tensor([[0.0, 1.0], [1.0, 0.0]])), AnchorError, "input factor of 0 has negative eigenvalues"),
-        (Truncated(torch.eye(2), torch.tensor([1.0, -1.0]), 0.0), AnchorError, "negative eigenvalues"),
-        (Truncated(torch.eye(2), torch.tensor([1.0, 2.0]), 0.0), AnchorError, "do not fall"),
-        (Truncated(torch.ones(2, 1), torch.tensor([1.0]), 0.0), AnchorError, "not orthonormal"),
-        (Full(torch.eye(3)), AnchorError, "factors of 0 have 3 and 2 rows; with weights of shape"),
+        (DenseFactor(torch.tensor([[1.0, 0.0], [0.5, 1.0]])), AnchorError, "input factor of 0 is not symmetric"),
+        (
+            DenseFactor(torch.tensor([[1.0, 2.0], [2.0, 1.0]])),
+            AnchorError,
+            "input factor of 0 has negative eigenvalues",
+        ),
+        (DenseFactor(torch.full((2, 2), float("nan"))), NonFiniteError, "input factor of 0 holds NaN"),
+        (
+            DenseFactor(torch.tensor([[0.0, 1.0], [1.0, 0.0]])),
+            AnchorError,
+            "input factor of 0 has negative eigenvalues",
+        ),
+        (EighDecomposed(torch.eye(2), torch.tensor([1.0, -1.0]), 0.0), AnchorError, "negative eigenvalues"),
+        (EighDecomposed(torch.eye(2), torch.tensor([1.0, 2.0]), 0.0), AnchorError, "do not fall"),
+        (EighDecomposed(torch.ones(2, 1), torch.tensor([1.0]), 0.0), AnchorError, "not orthonormal"),
+        (DenseFactor(torch.eye(3)), AnchorError, "factors of 0 have 3 and 2 rows; with weights of shape"),
     ],
 )
 def test_factors_that_are_none(tmp_path, factor, error, message):
-    block = Block("0.weight", None, False, factor, Full(torch.eye(2)))
+    block = Block("0.weight", None, False, factor, DenseFactor(torch.eye(2)))
     anchor = Anchor({"0.weight": torch.eye(2)}, {}, {}, Provenance("a", curvature="kfac"), blocks={"0": block})
     with pytest.raises(error, match=message):
         anchor.save(tmp_path / "a.safetensors")

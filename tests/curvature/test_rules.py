@@ -655,15 +655,15 @@ def test_random_small_architectures(model, samples, batch_size):
     batch=st.integers(2, 4),
     single=st.lists(st.integers(1, 3), min_size=3, max_size=3),
 )
-def test_stacking_is_found_and_undone(dim, minor, batch, single):
-    from ewc_finetune.curvature.batch_dims import Stack, find_stacking
+def test_the_batch_dim_is_found_and_brought_to_the_front(dim, minor, batch, single):
+    from ewc_finetune.curvature.batch_dims import BatchFirst, find_batch_dim
 
     singles = [draw(*single, seed=n) for n in range(batch)]
     folded = torch.stack(singles, dim=dim + 1).flatten(dim, dim + 1)
     batched = folded if minor else torch.cat(singles, dim=dim)
-    found = find_stacking(batched, singles)
+    found = find_batch_dim(batched, singles)
     assert found is not None
-    assert torch.equal(Stack(found, batch)(batched), torch.stack(singles))
+    assert torch.equal(BatchFirst(found, batch)(batched), torch.stack(singles))
 
 
 class Quadratic(nn.Module):

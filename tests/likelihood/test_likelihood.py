@@ -1,4 +1,4 @@
-"""Every likelihood's factors against autograd and the definition of the Fisher at the outputs."""
+"""Every likelihood's vectors against autograd and the definition of the Fisher at the outputs."""
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ def draw(*shape, seed=0, scale=1.0):
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def factors(name, outputs, estimator, targets=None, draws=1, seed=0):
-    return get_likelihood(name).factors(outputs, targets, estimator, torch.Generator().manual_seed(seed), draws)
+def output_fisher(name, outputs, estimator, targets=None, draws=1, seed=0):
+    return get_likelihood(name).output_fisher(outputs, targets, estimator, torch.Generator().manual_seed(seed), draws)
 
 
 def outer(found, batch):
@@ -34,7 +34,7 @@ def outer(found, batch):
 def test_the_factors_of_a_softmax_make_up_its_covariance(classes, batch, scale, seed):
     outputs = draw(batch, classes, seed=seed, scale=scale)
     p = outputs.softmax(dim=1)
-    found = factors("categorical", outputs, "exact")
+    found = output_fisher("categorical", outputs, "exact")
     assert found.count <= max(1, classes - 1)
     expected = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
     torch.testing.assert_close(outer(found, batch), expected, rtol=0, atol=1e-15)
@@ -43,7 +43,7 @@ def test_the_factors_of_a_softmax_make_up_its_covariance(classes, batch, scale, 
 
 def test_what_is_left_out_of_a_softmax_is_below_epsilon():
     outputs = draw(50, 100, scale=6).float()
-    found = factors("categorical", outputs, "exact")
+    found = output_fisher("categorical", outputs, "exact")
     assert found.count < 99
     p = outputs.double().softmax(dim=1)
     trace = (p * (1 - p)).sum()
@@ -56,10 +56,12 @@ def test_nothing_cancels_near_certainty():
     outputs = torch.tensor([[20.0, 0.0, -1.0]])
     p = outputs.double().softmax(dim=1)
     expected = p * (1 - p)
-    torch.testing.assert_close(factors("categorical", outputs, "exact").squares().double(), expected, rtol=1e-5, atol=0)
-    score = get_likelihood("categorical").score(outputs, torch.tensor([0]))
-    torch.testing.assert_close(score[0, 0].double(), 1 - p[0, 0], rtol=1e-5, atol=0)
-    bernoulli = get_likelihood("bernoulli").score(torch.tensor([[20.0]]), torch.tensor([[1.0]]))
+    torch.testing.assert_close(
+        output_fisher("categorical", outputs, "exact").squares().double(), expected, rtol=1e-5, atol=0
+    )
+    output_gradient = get_likelihood("categorical").output_gradient(outputs, torch.tensor([0]))
+    torch.testing.assert_close(output_gradient[0, 0].double(), 1 - p[0, 0], rtol=1e-5, atol=0)
+    bernoulli = get_likelihood("bernoulli").output_gradient(torch.tensor([[20.0]]), torch.tensor([[1.0]]))
     torch.testing.assert_close(bernoulli[0, 0].double(), torch.tensor(20.0).double().neg().sigmoid(), rtol=1e-5, atol=0)
 
 
@@ -77,18 +79,18 @@ def test_the_score_is_the_gradient_of_the_loss(name):
     outputs = outputs.clone().requires_grad_()
     loss = get_likelihood(name).loss(outputs, targets)
     (gradient,) = torch.autograd.grad(loss, outputs)
-    found = factors(name, outputs, "empirical", targets)
+    found = output_fisher(name, outputs, "empirical", targets)
     torch.testing.assert_close(found[0], -gradient * len(outputs))
     torch.testing.assert_close(found.squares(), found[0].square())
     with pytest.raises(DataError, match="needs labels and this data has none"):
-        factors(name, outputs, "empirical")
+        output_fisher(name, outputs, "empirical")
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_exact_is_the_expectation_of_sampled(name):
     outputs = CASES[name][0]
-    exact = outer(factors(name, outputs, "exact"), len(outputs))
-    sampled = outer(factors(name, outputs, "sampled", draws=20_000), len(outputs))
+    exact = outer(output_fisher(name, outputs, "exact"), len(outputs))
+    sampled = outer(output_fisher(name, outputs, "sampled", draws=20_000), len(outputs))
     torch.testing.assert_close(sampled, exact, rtol=0, atol=0.05)
 
 
@@ -97,24 +99,25 @@ def test_draws_do_not_depend_on_the_batches(name):
     outputs = CASES[name][0]
     generator = torch.Generator().manual_seed(4)
     parts = [
-        get_likelihood(name).factors(o, None, "sampled", generator, 3).stack(slice(None)) for o in outputs.split(2)
+        get_likelihood(name).output_fisher(o, None, "sampled", generator, 3).vectors(slice(None))
+        for o in outputs.split(2)
     ]
-    whole = factors(name, outputs, "sampled", draws=3, seed=4).stack(slice(None))
+    whole = output_fisher(name, outputs, "sampled", draws=3, seed=4).vectors(slice(None))
     torch.testing.assert_close(torch.cat(parts, dim=1), whole)
 
 
 def test_predicted():
     outputs = draw(4, 3)
-    expected = factors("categorical", outputs, "empirical", outputs.argmax(dim=1))[0]
-    assert torch.equal(factors("categorical", outputs, "predicted")[0], expected)
+    expected = output_fisher("categorical", outputs, "empirical", outputs.argmax(dim=1))[0]
+    assert torch.equal(output_fisher("categorical", outputs, "predicted")[0], expected)
     with pytest.raises(UsageError, match="predicted estimator is zero for the gaussian"):
-        factors("gaussian", outputs, "predicted")
+        output_fisher("gaussian", outputs, "predicted")
 
 
 def test_tokens_that_are_ignored_count_for_nothing():
     outputs, targets = CASES["per-token"]
     likelihood = get_likelihood("per-token")
-    assert (factors("per-token", outputs, "empirical", targets)[0][1, 0] == 0).all()
+    assert (output_fisher("per-token", outputs, "empirical", targets)[0][1, 0] == 0).all()
     right = outputs.argmax(dim=2)
     right[1, 0] = IGNORED
     assert likelihood.right(outputs, right).item() == 3

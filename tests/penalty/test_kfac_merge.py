@@ -13,7 +13,7 @@ from torch import nn
 import ewc_finetune as ewc
 from ewc_finetune import Anchor, Penalty
 from ewc_finetune.curvature.kronecker_block import Block
-from ewc_finetune.curvature.kronecker_factors import Full
+from ewc_finetune.curvature.kronecker_factors import DenseFactor
 from ewc_finetune.errors import AnchorMismatchError, NonFiniteError, UsageError
 from ewc_finetune.penalty.kronecker_sum import centre_of, distance, sum_of
 
@@ -70,7 +70,7 @@ def test_blocks_of_one_factor_have_an_exact_sum(how):
     one = Block("w", None, False, psd(4, 0), psd(3, 1))
     blocks = [one, replace(one, output=psd(3, 2)), replace(one, output=psd(3, 3).scaled(5.0))]
     torch.testing.assert_close(whole(sum_of(blocks, how)), sum(whole(b) for b in blocks))
-    nothing = replace(one, output=Full(torch.zeros(3, 3, dtype=torch.float64)))
+    nothing = replace(one, output=DenseFactor(torch.zeros(3, 3, dtype=torch.float64)))
     torch.testing.assert_close(whole(sum_of([one, nothing], how)), whole(one))
     assert sum_of([nothing, nothing], how).trace == 0
     assert sum_of([one], how) is one
@@ -85,7 +85,7 @@ def test_the_centre_is_the_least_squares_solution_nearest_to_the_newest(blocks, 
     # No block holds these: a dead input.
     free = torch.eye(shape[1], dtype=torch.float64)
     free[0, 0] = 0
-    blocks = [replace(b, input=Full(free @ b.input.matrix() @ free)) for b in blocks]
+    blocks = [replace(b, input=DenseFactor(free @ b.input.matrix() @ free)) for b in blocks]
     found, constant = centre_of(list(zip(blocks, centres, strict=True)))
     total = sum(whole(b) for b in blocks)
     right = sum(whole(b) @ (c - centres[-1]).flatten() for b, c in zip(blocks, centres, strict=True))
@@ -107,7 +107,7 @@ def test_what_is_rounding_does_not_move_the_centre(outputs):
     for _ in range(3):
         p = torch.randn(200, outputs, generator=generator, dtype=torch.float64).mul_(3).softmax(1)
         g = (torch.diag(p.mean(0)) - p.T @ p / len(p)).float()
-        block = Block("w", None, False, Full(psd(6, len(parts)).values.float()), Full(g))
+        block = Block("w", None, False, DenseFactor(psd(6, len(parts)).values.float()), DenseFactor(g))
         parts.append((block, torch.randn(outputs, 6, generator=generator)))
     found, _ = centre_of(parts)
     torch.testing.assert_close(found.sum(0), parts[-1][1].sum(0).double(), rtol=0, atol=1e-3)
@@ -120,7 +120,9 @@ def test_the_centre_of_blocks_that_are_badly_conditioned(condition):
 
     def factor(size):
         vectors = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=generator)).Q
-        return Full((vectors * torch.logspace(0, -torch.log10(torch.tensor(condition)), size).double()) @ vectors.T)
+        return DenseFactor(
+            (vectors * torch.logspace(0, -torch.log10(torch.tensor(condition)), size).double()) @ vectors.T
+        )
 
     blocks = [Block("w", None, False, factor(12), factor(8)) for _ in range(3)]
     centres = [torch.randn(8, 12, dtype=torch.float64, generator=generator) for _ in blocks]
@@ -135,7 +137,7 @@ def test_the_centre_of_blocks_that_are_badly_conditioned(condition):
 def test_a_domain_is_not_let_go_by_default():
     """Blocks that have nothing in common: the nearest product is the larger of them alone."""
     one, other = torch.diag(torch.tensor([1.0, 1.0, 0.0, 0.0])), torch.diag(torch.tensor([0.0, 0.0, 0.9, 0.9]))
-    blocks = [Block("w", None, False, Full(m), Full(m)) for m in (one, other)]
+    blocks = [Block("w", None, False, DenseFactor(m), DenseFactor(m)) for m in (one, other)]
     nearest, factors = sum_of(blocks, "nearest"), sum_of(blocks, "factors")
     far, off = distance(nearest, blocks), distance(factors, blocks)
     assert nearest.diagonal()[2:, 2:].max() < 1e-6
@@ -280,7 +282,7 @@ def test_what_cannot_be_merged():
     diagonal = Anchor(blocks.weights, {n: torch.ones_like(w) for n, w in blocks.weights.items()}, {}, blocks.provenance)
     with pytest.raises(AnchorMismatchError, match="0.weight, 0.bias is held by a K-FAC block in one anchor and by a d"):
         ewc.merge([blocks, diagonal])
-    alone = {n: replace(b, bias=None, input=Full(b.input.matrix()[:-1, :-1])) for n, b in blocks.blocks.items()}
+    alone = {n: replace(b, bias=None, input=DenseFactor(b.input.matrix()[:-1, :-1])) for n, b in blocks.blocks.items()}
     with pytest.raises(AnchorMismatchError, match="the blocks of 0 are of 0.weight, 0.bias with 7 inputs in one"):
         ewc.merge([blocks, replace(blocks, blocks={**alone, "2": blocks.blocks["2"]})])
     with pytest.raises(NonFiniteError, match="times the block of"):

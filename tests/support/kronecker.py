@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ewc_finetune import Anchor, Provenance, compute_fisher
-from ewc_finetune.curvature.kronecker_factors import Full, Truncated
+from ewc_finetune.curvature.kronecker_factors import DenseFactor, EighDecomposed
 from ewc_finetune.likelihood.registry import get_likelihood
 
 
@@ -16,13 +16,13 @@ def dense():
 
 def psd(n, seed):
     x = torch.randn(n, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    return Full(x @ x.T / n)
+    return DenseFactor(x @ x.T / n)
 
 
 def whole(block):
     """The block as a matrix in float64, pair by pair of the factors' directions."""
     a, g = block.input, block.output
-    if not (isinstance(a, Truncated) and isinstance(g, Truncated)):
+    if not (isinstance(a, EighDecomposed) and isinstance(g, EighDecomposed)):
         return torch.kron(g.matrix().double(), a.matrix().double())
     (one, e, r), (other, f, s) = (directions(factor) for factor in (a, g))
     pairs = torch.outer(f, e)

@@ -12,13 +12,14 @@ import torch
 from torch import fx, nn
 
 from ewc_finetune.checkpoint.checkpoint import ModelMetadata
+from ewc_finetune.checkpoint.formats.archive import Archive
 from ewc_finetune.checkpoint.formats.exported_archive import NotPlainError, read_exported, write_exported
 from ewc_finetune.checkpoint.formats.exported_graph import build_graph, sizes_of_inputs
 from ewc_finetune.checkpoint.formats.exported_texts import check_texts
 from ewc_finetune.checkpoint.formats.program import RECORD, Program, silent
 from ewc_finetune.errors import ArchitectureError, CheckpointError
 
-# What building raises of a document that is not as torch writes it.
+# The errors that building raises for a document that is not as torch writes it.
 _MALFORMED = (
     *(KeyError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError),
     *(RuntimeError, RecursionError, SyntaxError, IndexError),
@@ -37,17 +38,18 @@ class Exported(Program):
 
     what = "an exported graph"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, archive: Archive) -> None:
+        path = archive.path
         try:
-            archive = read_exported(path)
-            check_texts(archive.program)
-            self._graph = build_graph(archive.program, archive.tensors, archive.weights)
-            self._sizes = sizes_of_inputs(archive.program)
+            content = read_exported(archive)
+            check_texts(content.program)
+            self._graph = build_graph(content.program, content.tensors, content.weights)
+            self._sizes = sizes_of_inputs(content.program)
         except NotPlainError as error:
             raise NotPlainError(_refusal(path, str(error))) from error
         except _MALFORMED as error:
             raise CheckpointError(f"{path} is not an exported program that can be read ({error!r:.200})") from error
-        self._weights, self._extra = archive.weights, archive.extra
+        self._weights, self._extra = content.weights, content.extra
         super().__init__(path, self._graph, ModelMetadata.read_text(self._extra.get(RECORD), str(path)))
 
     def build(self, architecture: str | None) -> tuple[nn.Module, str | None]:
@@ -59,9 +61,9 @@ class Exported(Program):
             NonFiniteError: if a weight is NaN or infinite.
         """
         _check_batch(self._sizes, self.label)
-        found = _baked_in(self._graph, self.label)
-        if found:
-            self.remarks += (f"{self.label}: exported in eval mode; {' and '.join(found)}, in training too",)
+        decided = _baked_in(self._graph, self.label)
+        if decided:
+            self.remarks += (f"{self.label}: exported in eval mode; {' and '.join(decided)}, in training too",)
         return super().build(architecture)
 
     def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], metadata: ModelMetadata) -> None:
@@ -79,7 +81,7 @@ class TrustedExport(Exported):
     def __init__(self, path: Path) -> None:
         extra, program = _load(path)
         module = program.module()
-        # A graph has one mode, and refuses to be asked for another.
+        # An exported module has one mode, and raises where another is asked for.
         module.train = module.eval = lambda mode=True: module  # type: ignore[method-assign, misc]
         self._graph = module
         self._sizes = dict(_sizes_of(program))
@@ -98,18 +100,18 @@ class TrustedExport(Exported):
         temporary.write_bytes(buffer.getvalue())
 
 
-def open_exported(path: Path, trust_code: bool) -> Exported:
+def open_exported(archive: Archive, trust_code: bool) -> Exported:
     """Read an archive as data; where that cannot be done, let torch load it if that is allowed.
 
     Raises:
         CheckpointError: see `Exported` and `TrustedExport`.
     """
     try:
-        return Exported(path)
+        return Exported(archive)
     except NotPlainError:
         if not trust_code:
             raise
-        return TrustedExport(path)
+        return TrustedExport(archive.path)
 
 
 def _refusal(path: Path, reason: str) -> str:
@@ -140,10 +142,10 @@ def _sizes_of(program: torch.export.ExportedProgram) -> Iterator[tuple[str, list
 
 
 def _check_batch(sizes: dict[str, list[int | None]], label: str) -> None:
-    for found in sizes.values():
-        if found and found[0] is not None:
+    for shape in sizes.values():
+        if shape and shape[0] is not None:
             raise ArchitectureError(
-                f"{label} was exported for batches of exactly {found[0]}. Export it again with a dynamic first "
+                f"{label} was exported for batches of exactly {shape[0]}. Export it again with a dynamic first "
                 "dimension: dynamic_shapes={0: torch.export.Dim('batch')} for each input"
             )
 

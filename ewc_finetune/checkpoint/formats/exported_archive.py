@@ -32,7 +32,7 @@ _MEMBERS = re.compile(
 )
 _TENSORS = re.compile(r"weight_\d+|tensor_\d+")
 _LARGEST_DOCUMENT = 200 << 20
-# As torch's schema numbers them (`torch/_export/serde/schema.py`).
+# Dtypes by their numbers in torch's schema (`torch/_export/serde/schema.py`).
 DTYPES = {
     **{1: torch.uint8, 2: torch.int8, 3: torch.int16, 4: torch.int32, 5: torch.int64},
     **{6: torch.float16, 7: torch.float32, 8: torch.float64, 13: torch.bfloat16},
@@ -50,12 +50,12 @@ class Stored:
 
     Attributes:
         record: Name of the record, which several tensors may share.
-        dtype: Of its elements.
+        dtype: Its dtype.
         size: Its shape.
-        stride: In elements.
-        offset: Of its first element.
-        is_parameter: Whether it is one.
-        requires_grad: Whether that is trained.
+        stride: Its strides, in elements.
+        offset: Where its first element is, in elements.
+        is_parameter: Whether it is a parameter.
+        requires_grad: Whether that parameter is trained.
     """
 
     record: str
@@ -72,7 +72,7 @@ class Stored:
         Raises:
             RuntimeError, ValueError: if the record is too short for it.
         """
-        if math.prod(self.size) * self.dtype.itemsize > len(record):  # elements may not stand for one another
+        if math.prod(self.size) * self.dtype.itemsize > len(record):  # strides of 0 would make any size of few bytes
             raise ValueError(f"{math.prod(self.size):,} elements in {len(record):,} bytes")
         if 0 in self.size:
             return torch.empty(self.size, dtype=self.dtype)
@@ -98,24 +98,23 @@ class ExportedArchive:
     extra: Mapping[str, str]
 
 
-def read_exported(path: Path) -> ExportedArchive:
+def read_exported(archive: Archive) -> ExportedArchive:
     """Read an archive.
 
     Raises:
         NotPlainError: if it has what could run code.
         CheckpointError: if it is damaged.
     """
-    with Archive(path) as archive:
-        _check_members(archive)
-        _check_samples(archive)
-        program = _document(archive, GRAPH)
-        weights = _stored(archive, f"{_WEIGHTS}model_weights_config.json", _WEIGHTS)
-        constants = _stored(archive, f"{_CONSTANTS}model_constants_config.json", _CONSTANTS)
-        try:
-            extra = {n.partition("/")[2]: archive.read(n).decode() for n in archive.members if n.startswith("extra/")}
-        except UnicodeError as error:
-            raise _not_whole(path, f"what it has beside the program is no text: {error}") from error
-        return ExportedArchive(program, weights, constants, _tensors(archive, {**constants, **weights}), extra)
+    _check_members(archive)
+    _check_samples(archive)
+    program = _document(archive, GRAPH)
+    weights = _stored(archive, f"{_WEIGHTS}model_weights_config.json", _WEIGHTS)
+    constants = _stored(archive, f"{_CONSTANTS}model_constants_config.json", _CONSTANTS)
+    try:
+        extra = {n.partition("/")[2]: archive.read(n).decode() for n in archive.members if n.startswith("extra/")}
+    except UnicodeError as error:
+        raise _not_whole(archive.path, f"what it has beside the program is no text: {error}") from error
+    return ExportedArchive(program, weights, constants, _tensors(archive, {**constants, **weights}), extra)
 
 
 def write_exported(
@@ -124,10 +123,10 @@ def write_exported(
     """Write an archive with other weights; the program stays as it is, to the byte.
 
     Args:
-        path: Of the archive.
-        target: Of the new one.
-        weights: As `read_exported` gave them.
-        state: The new ones by name.
+        path: The archive.
+        target: The file to write.
+        weights: Where its weights are, as `read_exported` gave them.
+        state: The new weights by name.
         extra: Texts beside the program.
 
     Raises:
@@ -158,7 +157,8 @@ def _check_samples(archive: Archive) -> None:
             path = Path(folder, "samples.pt")
             path.write_bytes(archive.read(_SAMPLES))
             try:
-                check_archive(path)
+                with Archive(path) as samples:
+                    check_archive(samples)
                 torch.load(path, weights_only=True)
             except Exception as error:
                 raise NotPlainError(f"its sample inputs are a pickle of more than tensors ({error!r:.80})") from error
@@ -168,16 +168,16 @@ def _document(archive: Archive, name: str) -> dict[str, Any]:
     if archive.members.get(name, 0) > _LARGEST_DOCUMENT:
         raise _not_whole(archive.path, f"its {name} has {archive.members[name]:,} bytes")
     try:
-        found = json.loads(archive.read(name))
+        document = json.loads(archive.read(name))
     except (ValueError, RecursionError) as error:
         raise _not_whole(archive.path, f"its {name} is no JSON document: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise _not_whole(archive.path, f"its {name} is no JSON object")
-    return found
+    return document
 
 
 def _stored(archive: Archive, name: str, folder: str) -> dict[str, Stored]:
-    found = {}
+    stored = {}
     try:
         for tensor, told in _document(archive, name)["config"].items():
             if told["use_pickle"] or not _TENSORS.fullmatch(told["path_name"]):
@@ -186,10 +186,10 @@ def _stored(archive: Archive, name: str, folder: str) -> dict[str, Stored]:
             size, stride = (tuple(_whole(n["as_int"]) for n in meta[key]) for key in ("sizes", "strides"))
             record, offset = folder + told["path_name"], _whole(meta["storage_offset"]["as_int"])
             flags = bool(told["is_param"]), bool(meta["requires_grad"])
-            found[tensor] = Stored(record, DTYPES[meta["dtype"]], size, stride, offset, *flags)
+            stored[tensor] = Stored(record, DTYPES[meta["dtype"]], size, stride, offset, *flags)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _not_whole(archive.path, f"its {name} is not as torch writes it: {error!r}") from error
-    return found
+    return stored
 
 
 def _whole(number: object) -> int:
@@ -199,7 +199,7 @@ def _whole(number: object) -> int:
 
 
 def _tensors(archive: Archive, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
-    """Read all tensors; those that are the same one in the archive are the same one in memory."""
+    """Read all tensors; names of one tensor in the archive are names of one tensor in memory."""
     records: dict[str, bytearray] = {}
     known: dict[Stored, Tensor] = {}
     for name, one in stored.items():

@@ -26,23 +26,19 @@ from ewc_finetune.checkpoint.formats.operators import is_computation
 _SCHEMA = 8
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PATH = re.compile(r"[A-Za-z_0-9-]+(\.[A-Za-z_0-9-]+)*")
-# What graphs take from Python, by module.
+# The functions of `operator`, `math` and `torch` that compute sizes in graphs.
 _OPERATORS = frozenset(
     """
     getitem add sub mul floordiv truediv mod pow neg pos eq ne lt le gt ge and_ or_ xor not_ lshift rshift
     """.split()
 )
-_MATH = frozenset(
-    """
-    ceil floor trunc sqrt
-    """.split()
-)
+_MATH = frozenset({"ceil", "floor", "trunc", "sqrt"})
 _SYMBOLIC = frozenset(
     """
     sym_int sym_float sym_max sym_min sym_not sym_ite sym_sum sym_fresh_size _sym_sqrt
     """.split()
 )
-# Operators that call a graph within the graph under a mode of torch's.
+# Operators that call a graph within the graph, under autocast or with gradients off.
 _WRAPPERS = ("torch.ops.higher_order.wrap_with_set_grad_enabled", "torch.ops.higher_order.wrap_with_autocast")
 _LAYOUTS = {7: torch.strided}
 _MEMORY = {
@@ -85,7 +81,7 @@ def build_graph(program: Mapping[str, Any], tensors: Mapping[str, Tensor], state
     graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(_arguments(in_spec, inputs), in_spec, out_spec)))
     graph.lint()
     built = fx.GraphModule(root, graph)
-    for name, tensor in tensors.items():  # it took those that it computes with, and made all of them its state
+    for name, tensor in tensors.items():  # GraphModule copied only those that the graph uses, all as persistent
         _register(built, name, tensor, name in state)
     return built
 
@@ -93,13 +89,13 @@ def build_graph(program: Mapping[str, Any], tensors: Mapping[str, Tensor], state
 def sizes_of_inputs(program: Mapping[str, Any]) -> dict[str, list[int | None]]:
     """Return the shapes that the inputs were exported for, by name; None is any size."""
     module = program["graph_module"]
-    found: dict[str, list[int | None]] = {}
+    shapes: dict[str, list[int | None]] = {}
     for spec in module["signature"]["input_specs"]:
         name = spec.get("user_input", {}).get("arg", {}).get("as_tensor", {}).get("name")
         if name is not None:
             sizes = module["graph"]["tensor_values"][name]["sizes"]
-            found[name] = [size.get("as_int") for size in sizes]
-    return found
+            shapes[name] = [size.get("as_int") for size in sizes]
+    return shapes
 
 
 class _Builder:
@@ -228,7 +224,7 @@ class _Builder:
         return self.graph.get_attr(name)
 
 
-# Arguments that are lists of such.
+# Kinds of arguments that are lists, with the kind of their items.
 _LISTS = {
     "as_tensors": "as_tensor",
     "as_nested_tensors": "as_tensors",
@@ -265,7 +261,7 @@ def _device(told: Mapping[str, Any]) -> torch.device:
     return torch.device(told["type"]) if told.get("index") is None else torch.device(told["type"], told["index"])
 
 
-# Values that are said in the document itself.
+# Kinds of arguments whose values stand in the document itself.
 _PLAIN_VALUES: dict[str, Callable[[Any], Any]] = {
     "as_none": lambda told: None,
     "as_int": _whole,
@@ -292,22 +288,21 @@ def _target(name: str) -> Callable[..., Any]:
         NotPlainError: if it is not known to compute.
     """
     parts = name.split(".")
-    found: Any = None
+    target: Callable[..., Any] | None = None
     if parts[:2] == ["torch", "ops"] and len(parts) == 5 and is_computation(*parts[2:4]):
         operators = getattr(getattr(torch.ops, parts[2]), parts[3])
-        found = getattr(operators, parts[4]) if parts[4] in operators.overloads() else None
+        target = getattr(operators, parts[4]) if parts[4] in operators.overloads() else None
     elif name in _WRAPPERS:
-        found = getattr(torch.ops.higher_order, parts[-1])
+        target = getattr(torch.ops.higher_order, parts[-1])
     elif parts[0] == "_operator" and len(parts) == 2 and parts[1] in _OPERATORS:
-        found = getattr(operator, parts[1])
+        target = getattr(operator, parts[1])
     elif parts[0] == "math" and len(parts) == 2 and parts[1] in _MATH:
-        found = getattr(math, parts[1])
+        target = getattr(math, parts[1])
     elif parts[0] == "torch" and len(parts) == 2 and parts[1] in _SYMBOLIC:
-        found = getattr(torch, parts[1], None)
-    if found is None:
+        target = getattr(torch, parts[1], None)
+    if target is None:
         raise NotPlainError(f"it calls {name!r:.100}, which is not known to do nothing but compute")
-    operator_found: Callable[..., Any] = found
-    return operator_found
+    return target
 
 
 def _register(root: nn.Module, path: str, tensor: Tensor, persistent: bool) -> None:
@@ -348,8 +343,11 @@ def _name_of(argument: Mapping[str, Any]) -> str | None:
 def _structures(calls: list[dict[str, Any]]) -> tuple[pytree.TreeSpec, pytree.TreeSpec]:
     """Return the structures of inputs and outputs; those of modules within the program have to be as plain."""
     signatures = [(call["fqn"], call["signature"]) for call in calls if call["signature"] is not None]
-    found = {name: [pytree.tree_structure(_example(_spec(told[k]))) for k in _STRUCTURES] for name, told in signatures}
-    inputs, outputs = found[""]
+    structures = {
+        name: [pytree.tree_structure(_example(_spec(signature[key]))) for key in _STRUCTURES]
+        for name, signature in signatures
+    }
+    inputs, outputs = structures[""]
     return inputs, outputs
 
 
@@ -382,5 +380,5 @@ def _arguments(spec: pytree.TreeSpec, inputs: list[str]) -> list[str]:
     positional, named = example
     for name in named:
         _plain(name)
-    found = [value if isinstance(value, str) else f"argument_{number}" for number, value in enumerate(positional)]
-    return [*found, *named]
+    by_place = [value if isinstance(value, str) else f"argument_{number}" for number, value in enumerate(positional)]
+    return [*by_place, *named]

@@ -23,7 +23,7 @@ _FUNCTIONS = frozenset(
     StrictLessThan Symbol ToFloat TruncToFloat TruncToInt Tuple Unequality Where ceiling floor
     """.split()
 )
-# Of a guard: what it asks an input for.
+# The methods of an input that guards call.
 _METHODS = frozenset({"size", "stride", "dim", "storage_offset"})
 _NODES = (
     *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.Call, ast.keyword, ast.Tuple, ast.Subscript, ast.Attribute),
@@ -47,13 +47,13 @@ def _expressions(value: object) -> Iterator[object]:
     """Yield what stands as an expression anywhere in a document."""
     left = [value]
     while left:
-        found = left.pop()
-        if isinstance(found, dict):
-            left += [item for key, item in found.items() if key != "expr_str"]
-            if "expr_str" in found:
-                yield found["expr_str"]
-        elif isinstance(found, list):
-            left += found
+        part = left.pop()
+        if isinstance(part, dict):
+            left += [item for key, item in part.items() if key != "expr_str"]
+            if "expr_str" in part:
+                yield part["expr_str"]
+        elif isinstance(part, list):
+            left += part
 
 
 def _is_arithmetic(text: object) -> bool:

@@ -55,6 +55,7 @@ class FromAnchor(Weights, SingleFile):
                 f"keep; what is written has them alone. To keep the rest: --model {origin.get('file') or 'FILE'}",
             )
         super().__init__(anchor.label, origin.get("sha256"), metadata, state, remarks)
+        self.address = anchor.place
 
     def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], metadata: ModelMetadata) -> None:
         """See `Checkpoint`."""

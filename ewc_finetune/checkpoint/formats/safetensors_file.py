@@ -50,13 +50,13 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             forms = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
             checksums = read_checksums(metadata, forms, str(path), CheckpointError)
-            found = {name: file.get_tensor(name) for name in slices}
+            tensors = {name: file.get_tensor(name) for name in slices}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{path} is not a whole safetensors file ({error}). Copy it again from where it came"
         ) from error
-    for name, tensor in found.items() if checksums is not None else ():
+    for name, tensor in tensors.items() if checksums is not None else ():
         check_tensor(name, tensor, checksums or {}, str(path), CheckpointError)
-    if not found:
+    if not tensors:
         raise CheckpointError(f"{path} holds no tensors; expected the weights of a model")
-    return found, metadata
+    return tensors, metadata

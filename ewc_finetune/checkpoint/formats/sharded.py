@@ -34,7 +34,7 @@ class Sharded(Weights):
     def __init__(self, path: Path) -> None:
         self._index: dict[str, Any] = json.loads(path.read_bytes())
         self._shards: list[tuple[str, dict[str, str]]] = []
-        self._others: dict[str, dict[str, Tensor]] = {}  # what the index does not name
+        self._others: dict[str, dict[str, Tensor]] = {}  # tensors that the index does not name
         state: dict[str, Tensor] = {}
         shards = self._index["weight_map"].values()
         if not all(isinstance(name, str) for name in shards):
@@ -74,14 +74,14 @@ class Sharded(Weights):
         self, path: Path, state: OrderedDict[str, Any], metadata: ModelMetadata, *, overwrite: bool = True
     ) -> None:
         """See `Stateful`; every tensor stays in the shard that it was in."""
-        found = merged(self.state, self.prefix, state)
+        tensors = merged(self.state, self.prefix, state)
         *shards, index = self.outputs(path)
         names = {name: shard.name for (name, _), shard in zip(self._shards, shards, strict=True)}
         weight_map = {tensor: names[shard] for tensor, shard in self._index["weight_map"].items()}
         with atomic_writes([*shards, index], overwrite=overwrite) as temporaries:
             for number, ((before, header), shard) in enumerate(zip(self._shards, shards, strict=True)):
                 own = self._others[before] | {
-                    name: found[name] for name, place in weight_map.items() if place == shard.name
+                    name: tensors[name] for name, place in weight_map.items() if place == shard.name
                 }
                 known = {RECORD: metadata.to_text()} if number == 0 else {}
                 with storage_errors(shard):

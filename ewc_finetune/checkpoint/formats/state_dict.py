@@ -20,7 +20,8 @@ from ewc_finetune.checkpoint.formats.weights import Weights, merged
 from ewc_finetune.errors import CheckpointError, StorageError
 from ewc_finetune.storage.atomic import atomic_write
 
-# Under what names a larger document has the weights, in the order of preference: averaged ones are those that are used.
+# The entries of a larger document that may be the weights, in the order of preference: averaged weights come first, for
+# they are those that are deployed.
 ENTRIES = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "model")
 _KEY = "ewc_ft"
 
@@ -30,7 +31,7 @@ class StateDict(Weights, SingleFile):
 
     Args:
         label: See `Checkpoint`.
-        sha256: Likewise.
+        sha256: See `Checkpoint`.
         document: What the file holds.
         path: The keys that lead to the state dict in it; none if it is one itself.
         remarks: See `Checkpoint`.
@@ -59,9 +60,9 @@ class StateDict(Weights, SingleFile):
 
     def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], metadata: ModelMetadata) -> None:
         """See `Checkpoint`; all else that the file held stays as it was."""
-        found = OrderedDict(merged(self.state, self.prefix, state))
-        found._metadata = getattr(self.state, "_metadata", None) or state._metadata  # type: ignore[attr-defined]
-        write_state_dict(temporary, path, found, metadata, self._document, self._path)
+        stored = OrderedDict(merged(self.state, self.prefix, state))
+        stored._metadata = getattr(self.state, "_metadata", None) or state._metadata  # type: ignore[attr-defined]
+        write_state_dict(temporary, path, stored, metadata, self._document, self._path)
 
 
 def find_state(document: object, label: str) -> tuple[str, ...]:
@@ -81,12 +82,12 @@ def find_state(document: object, label: str) -> tuple[str, ...]:
         if _is_state(document.get(key)):
             return (key,)
     name, value = next((n, v) for n, v in document.items() if not isinstance(n, str) or not isinstance(v, Tensor))
-    found = next((key for key, entry in document.items() if _is_state(entry)), None)
+    nested = next((key for key, entry in document.items() if _is_state(entry)), None)
     advice = (
         "It has no weights by name; save them: torch.save(model.state_dict(), 'weights.pt')"
-        if found is None
-        else f"If the weights are in the entry {found!r}, save that one alone: "
-        f"torch.save(torch.load({Path(label).name!r}, weights_only=True)[{found!r}], 'weights.pt')"
+        if nested is None
+        else f"If the weights are in the entry {nested!r}, save that one alone: "
+        f"torch.save(torch.load({Path(label).name!r}, weights_only=True)[{nested!r}], 'weights.pt')"
     )
     raise CheckpointError(
         f"{label}: the entry {reprlib.repr(name)} is a {type(value).__name__}, not a tensor; expected a plain state "
@@ -147,7 +148,7 @@ def save_object(temporary: Path, path: Path, saved: object) -> None:
     """
     with temporary.open("wb") as file:
         try:
-            # To an open file: given a path, torch would write the temporary name into the archive.
+            # The file is open because torch would write the temporary path's name into the archive.
             torch.save(saved, file)
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):

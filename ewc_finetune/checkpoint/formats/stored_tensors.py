@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from pathlib import Path
 from typing import Any
 
 from ewc_finetune.checkpoint.formats.archive import Archive
@@ -18,7 +17,7 @@ from ewc_finetune.errors import CheckpointError
 # The pickles of a torch.save archive and of TorchScript, with the folder that the tensors of each are in.
 _PICKLES = {"data.pkl": ("data",), "constants.pkl": ("constants", "data")}
 _LARGEST_PICKLE = 100 << 20
-# Bytes of an element.
+# Bytes of an element, by the class of the storage.
 _SIZES = {
     **dict.fromkeys(("UntypedStorage", "ByteStorage", "CharStorage", "BoolStorage"), 1),
     **dict.fromkeys(("QInt8Storage", "QUInt8Storage", "QUInt4x2Storage", "QUInt2x4Storage"), 1),
@@ -29,24 +28,23 @@ _SIZES = {
 }
 
 
-def check_archive(path: Path, trusted: bool = False) -> None:
+def check_archive(archive: Archive, trusted: bool = False) -> None:
     """Compare all bytes of an archive with their checksums, and its records with what its pickles say of them.
 
     Args:
-        path: The file.
+        archive: The archive.
         trusted: Whether its pickles may ask for any amount of work.
 
     Raises:
         CheckpointError: if it is damaged, or made to do harm.
     """
     if not trusted:
-        check_pickle(path)
-    with Archive(path) as archive:
-        archive.verify()
-        check_lengths(archive)
+        check_pickle(archive)
+    archive.verify()
+    _check_lengths(archive)
 
 
-def check_lengths(archive: Archive) -> None:
+def _check_lengths(archive: Archive) -> None:
     """Compare what the pickles of an archive say of their tensors with the records that it has.
 
     Nothing is imported or called that a pickle names.
@@ -65,9 +63,9 @@ def check_lengths(archive: Archive) -> None:
         except Exception as error:
             raise _wrong(archive, f"its {name} is no pickle of tensors: {error or type(error).__name__}") from error
         for key, size in reader.storages.items():
-            found = next((archive.members[f"{f}/{key}"] for f in folders if f"{f}/{key}" in archive.members), None)
-            if found != size:
-                has = "no record" if found is None else f"a record of {found:,} bytes"
+            length = next((archive.members[f"{f}/{key}"] for f in folders if f"{f}/{key}" in archive.members), None)
+            if length != size:
+                has = "no record" if length is None else f"a record of {length:,} bytes"
                 raise _wrong(archive, f"a tensor needs {size:,} bytes, and there is {has} for it, {folders[0]}/{key}")
 
 

@@ -22,12 +22,12 @@ _BUILTINS = frozenset(
     tuple enumerate zip min max abs sum sorted reversed round pow divmod ord Device
     """.split()
 )
-# What torch calls a function or class of the archive by, where it gives it another name.
+# Names such as `_0`, which torch gives to functions and classes of the archive within its code.
 _ALIAS = re.compile(r"_\d+")
 _RUN_AT_LOAD = ("__setstate__", "__getstate__")
-# Methods that torch prints as such, though no code defines them.
+# Methods that torch prints though no code of the archive defines them.
 _METHODS = frozenset({"tolist"})
-# Names that stand for many things, of which one only may be meant.
+# Names that only stand in front of another one (`torch.relu`), and never by themselves.
 _ROOTS = ("torch", "ops", "__torch__", "CONSTANTS")
 _CUSTOM = "classes"
 _NEVER_PRINTED = (ast.Import, ast.ImportFrom, ast.Lambda, ast.Global, ast.Nonlocal, ast.JoinedStr, ast.NamedExpr)
@@ -88,7 +88,7 @@ def _calls_of(function: ast.FunctionDef, defined: Set[str]) -> Iterator[str]:
     if function.name in _RUN_AT_LOAD:
         yield f"it defines {function.name}, which runs as it is loaded"
     assigned = _assigned(function).items()
-    aliases = {name for name, found in assigned if found and _ALIAS.fullmatch(name) and all(map(_is_own, found))}
+    aliases = {name for name, values in assigned if values and _ALIAS.fullmatch(name) and all(map(_is_own, values))}
     for node in ast.walk(function):
         if not isinstance(node, ast.Call):
             continue
@@ -106,24 +106,24 @@ def _calls_of(function: ast.FunctionDef, defined: Set[str]) -> Iterator[str]:
 
 def _assigned(function: ast.FunctionDef) -> dict[str, list[ast.expr | None]]:
     """Return what each name in a function is ever made to stand for; None for what is not seen here."""
-    found: dict[str, list[ast.expr | None]] = {}
+    values: dict[str, list[ast.expr | None]] = {}
     for node in ast.walk(function):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.setdefault(node.id, [])
+            values.setdefault(node.id, [])
         elif isinstance(node, ast.arg):
-            found.setdefault(node.arg, []).append(None)
+            values.setdefault(node.arg, []).append(None)
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
             plain = len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
             for target in node.targets:
                 for name in ast.walk(target):
                     if isinstance(name, ast.Name):
-                        found.setdefault(name.id, []).append(node.value if plain else None)
+                        values.setdefault(name.id, []).append(node.value if plain else None)
         elif isinstance(node, (ast.For, ast.With, ast.AugAssign, ast.AnnAssign)):
             for name in ast.walk(node.items[0] if isinstance(node, ast.With) else node.target):
                 if isinstance(name, ast.Name):
-                    found.setdefault(name.id, []).append(None)
-    return found
+                    values.setdefault(name.id, []).append(None)
+    return values
 
 
 def _is_own(value: ast.expr | None) -> bool:
@@ -137,7 +137,7 @@ def _names_an_attribute(call: ast.Call) -> bool:
 
 
 def is_printable(text: str) -> bool:
-    """Whether a text that a program may print has nothing in it for a terminal to obey."""
+    """Whether a text that a program may print has no control characters for a terminal."""
     return text.replace("\n", "").replace("\t", "").isprintable()
 
 
@@ -156,7 +156,7 @@ def _is_allowed(chain: tuple[str, ...]) -> bool:
         return len(chain) == 2 and is_computation("aten", chain[1])
     if chain[0] == "ops":
         return len(chain) == 3 and is_computation(chain[1], chain[2])
-    if chain[0] == "CONSTANTS":  # a method of one would be an operator's
+    if chain[0] == "CONSTANTS":  # a third part would be a method of a constant, which is an operator
         return len(chain) == 2
     if chain[0] == "__torch__":
         return chain[1:3] != ("torch", _CUSTOM) and not any(map(is_refused, chain[1:]))

@@ -16,18 +16,20 @@ from typing import IO, Any
 from ewc_finetune.checkpoint.formats.archive import Archive, is_archive
 from ewc_finetune.errors import CheckpointError
 
-# A tensor takes some thirty: this is a checkpoint of some sixty thousand.
+# A tensor takes some 30 opcodes, so that this is a checkpoint of some 60,000 tensors.
 _MOST_OPCODES = 2_000_000
-# Values that wait to be put into something: what holds others gets them a thousand at a time.
+# Values on the stack. A pickler writes the items of a list or dictionary a thousand at a time.
 _MOST_WAITING = 100_000
+# Marks on the stack: lists, dictionaries and tuples that are begun and not yet made.
 _MOST_OPEN = 1_000
-# Of tuples within tuples, and of all their parts counted wherever they come.
+# Levels of tuples within tuples.
 _DEEPEST = 100
+# Parts of a tuple and of the tuples in it, each counted as often as it occurs.
 _LARGEST = 1_000_000
-# A file from before torch 1.6 is pickles after one another: two numbers, a dictionary, the checkpoint, its keys.
+# A file from before torch 1.6 has five pickles: two numbers, a dictionary, the checkpoint, its keys.
 _PICKLES = 5
 
-# Of anything but a tuple: its depth, and how many it counts for.
+# Depth and number of parts of anything but a tuple.
 _PLAIN = (0, 1)
 _GETS = {"GET", "BINGET", "LONG_BINGET"}
 _PUTS = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}
@@ -37,44 +39,48 @@ class NoPickleError(CheckpointError):
     """A file that should be a pickle, and is none."""
 
 
-def check_pickle(path: Path) -> None:
+def check_pickle(file: Path | Archive) -> None:
     """Refuse a checkpoint whose pickle would take long, or more than the process can take, to be read.
 
     Raises:
         NoPickleError: if what it asks for cannot be told, for it is none.
         CheckpointError: saying of what there is too much.
     """
-    for pickled in _pickles(path):
+    path = file if isinstance(file, Path) else file.path
+    for pickled in _pickles(file):
         try:
             _check(pickled, path)
         except CheckpointError:
             raise
-        except Exception as error:  # pickletools raises what comes
+        except Exception as error:  # pickletools raises errors of many kinds
             reason = str(error) or type(error).__name__
             raise NoPickleError(
                 f"{path} is not a checkpoint that can be read: its pickle is none ({reason:.200}). Copy it again, whole"
             ) from error
 
 
-def _pickles(path: Path) -> Iterator[IO[bytes]]:
+def _pickles(file: Path | Archive) -> Iterator[IO[bytes]]:
     """Go through the pickles in a file, each opened where it begins."""
-    if is_archive(path):
-        with Archive(path) as archive:
-            for name in archive.members:
-                if name.rpartition("/")[2] in ("data.pkl", "constants.pkl"):
-                    yield io.BytesIO(archive.read(name))
-        return
-    with path.open("rb") as file:
-        for number in range(_PICKLES):
-            if number and not file.peek(1):  # a single pickle, which torch will refuse
-                return
-            yield file
+    if isinstance(file, Archive):
+        for name in file.members:
+            if name.rpartition("/")[2] in ("data.pkl", "constants.pkl"):
+                yield io.BytesIO(file.read(name))
+    elif is_archive(file):
+        with Archive(file) as archive:
+            yield from _pickles(archive)
+    else:
+        with file.open("rb") as content:
+            for number in range(_PICKLES):
+                if number and not content.peek(1):  # a single pickle, which torch will refuse
+                    return
+                yield content
 
 
 def _check(pickled: IO[bytes], path: Path) -> None:
-    """Follow what a pickle puts on its stack: of tuples how deep and how large they are, of the rest that it is there.
+    """Follow what a pickle puts on its stack, and how deep and how large its tuples are.
 
-    A tuple holds what was there before it, so that these figures never change; what else may hold others can be no key.
+    A tuple holds what was there before it, so that both are known when it is made. Lists and dictionaries can be no
+    keys, so that nothing hashes what they hold.
     """
     stack: list[tuple[int, int]] = []
     marks: list[int] = []
@@ -115,7 +121,7 @@ def _effect(opcode: pickletools.OpcodeInfo) -> tuple[bool, int, list[tuple[int, 
 
 
 _EFFECTS = {opcode.name: _effect(opcode) for opcode in pickletools.opcodes}
-# How many values go into a tuple; None: all down to a mark.
+# How many values each opcode makes a tuple of; None stands for all down to a mark.
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "TUPLE": None}
 
 

@@ -31,9 +31,9 @@ class Link:
     """A tensor of the model's state that a tensor of the file holds.
 
     Attributes:
-        name: In the model's state.
-        source: In the file's graph.
-        transposed: Whether the model has it the other way round.
+        name: Its name in the model's state.
+        source: Its name in the file's graph.
+        transposed: Whether the model has it transposed.
         scale: What the model has multiplied it by.
         places: The nodes that use it, by their place in the file's graph, each with the number of its input.
         trained: Whether it is a parameter; else it is a running statistic.
@@ -100,17 +100,17 @@ def link(module: fx.GraphModule, lowered: Lowered, label: str) -> Links:
     links: list[Link] = []
     shared: dict[str, list[str]] = {}
     constants: list[str] = []
-    for source, found in uses.items():
+    for source, users in uses.items():
         value = read_tensor(values[source], label)
-        weights = [use for use in found if use.kind == "weight"] if value.is_floating_point() else []
+        weights = [use for use in users if use.kind == "weight"] if value.is_floating_point() else []
         if weights:
-            tied = weights + [use for use in found if use.kind == "constant"]
+            tied = weights + [use for use in users if use.kind == "constant"]
             links.append(_link(tied, value, label))
             if len(weights) > 1:
                 shared[source] = [use.name for use in weights]
-        elif value.is_floating_point() and value.numel() > 1 and any(use.kind == "constant" for use in found):
+        elif value.is_floating_point() and value.numel() > 1 and any(use.kind == "constant" for use in users):
             constants.append(source)
-        statistics = [use for use in found if use.kind == "statistic"]
+        statistics = [use for use in users if use.kind == "statistic"]
         if statistics:
             links.append(_link(statistics, value, label))
     unlinked = {name for name, _ in module.named_parameters()} - {entry.name for entry in links}
@@ -151,7 +151,7 @@ def write_back(model: ModelProto, links: Sequence[Link], state: Mapping[str, Ten
             if after.shape != before.shape:
                 _resize(model, before.shape, after.shape)
             continue
-        # An exporter makes one tensor of equal ones: of weights and statistics that are so no more, it is two again.
+        # Exporters store equal tensors once. A weight and a statistic that differ after training need two again.
         names = {tensor.name for tensor in model.graph.initializer}
         name = next(n for n in (f"{entry.source}.{number}" for number in range(len(names) + 1)) if n not in names)
         own = model.graph.initializer.add()
@@ -175,7 +175,7 @@ def _resize(model: ModelProto, before: Sequence[int], after: Sequence[int]) -> N
     dims = model.graph.output[0].type.tensor_type.shape.dim
     if dims and dims[-1].dim_value in changed:
         dims[-1].dim_value = changed[dims[-1].dim_value]
-    del model.graph.value_info[:]  # shapes on the way, which say nothing that the graph doesn't
+    del model.graph.value_info[:]  # shapes of intermediate values, which follow from the graph
 
 
 def _link(uses: Sequence[_Use], value: Tensor, label: str) -> Link:
@@ -188,8 +188,8 @@ def _link(uses: Sequence[_Use], value: Tensor, label: str) -> Link:
         )
     trained = first.kind == "weight"
     places = tuple(use.place for use in uses)
-    found = Link(first.name, first.source, first.transposed, first.scale, places, trained)
-    if any(not torch.equal(getattr(use.owner, use.attribute), found.read(value)) for use in uses):
+    entry = Link(first.name, first.source, first.transposed, first.scale, places, trained)
+    if any(not torch.equal(getattr(use.owner, use.attribute), entry.read(value)) for use in uses):
         raise ArchitectureError(
             f"{label}: its tensor {first.source!r} is not what the converter made of it ({_names(uses)}), so it could "
             "not be written back. Start from the PyTorch checkpoint that it was exported from"
@@ -198,7 +198,7 @@ def _link(uses: Sequence[_Use], value: Tensor, label: str) -> Link:
     one = nn.Parameter(tensor) if trained else tensor
     for use in uses:
         setattr(use.owner, use.attribute, one)
-    return found
+    return entry
 
 
 def _names(uses: Sequence[_Use]) -> str:
@@ -210,7 +210,7 @@ def _uses(module: fx.GraphModule, lowered: Lowered) -> list[_Use]:
     nodes = {node.name: node for node in lowered.model.graph.node}
     graph = _Neighbours(lowered.model)
     names: dict[str, str] = {}
-    found: list[_Use] = []
+    uses: list[_Use] = []
     for call in module.graph.nodes:
         if call.op != "call_module":
             continue
@@ -219,7 +219,7 @@ def _uses(module: fx.GraphModule, lowered: Lowered) -> list[_Use]:
         for owner, name, prefix, slot, transposed, scale in _absorbed(part, node):
             kind = "statistic" if name.startswith("running_") else "weight"
             full = f"{node.name}.{prefix}{name}"
-            found.append(_Use(owner, name, full, node.input[slot], (place, slot), kind, transposed, scale))
+            uses.append(_Use(owner, name, full, node.input[slot], (place, slot), kind, transposed, scale))
         given = [value for value in (*call.args, *call.kwargs.values()) if value is not None]
         for argument, source in zip(given, [name for name in _inputs(part) if name], strict=True):
             if argument.op != "get_attr":
@@ -228,13 +228,13 @@ def _uses(module: fx.GraphModule, lowered: Lowered) -> list[_Use]:
             slot = list(node.input).index(source)
             kind = "weight" if graph.shows_weight(node, slot) else "constant"
             name = argument.target.rpartition(".")[2]
-            found.append(_Use(owner, name, argument.target, source, (place, slot), kind))
+            uses.append(_Use(owner, name, argument.target, source, (place, slot), kind))
     module.recompile()
-    return found
+    return uses
 
 
 def _inputs(part: nn.Module) -> tuple[str, ...]:
-    mapping: Any = part.onnx_mapping  # which the converter was asked to leave there
+    mapping: Any = part.onnx_mapping  # `_convert` asks onnx2torch to attach it
     return tuple(mapping.inputs)
 
 
@@ -256,7 +256,7 @@ def _absorbed(part: nn.Module, node: NodeProto) -> list[tuple[nn.Module, str, st
     and what it was multiplied by.
     """
     prefix = ""
-    if isinstance(part, nn.Sequential):  # a padding, and the convolution
+    if isinstance(part, nn.Sequential):  # onnx2torch makes a padded convolution of two layers
         prefix, part = f"{len(part) - 1}.", part[-1]
     if isinstance(part, nn.Linear):
         alpha, beta = (attribute(node, name, 1.0) for name in ("alpha", "beta"))
@@ -290,7 +290,7 @@ class _Neighbours:
         if node.op_type == "Add":  # what is added to the product with a weight is its bias
             other = self.makers.get(node.input[1 - slot])
             return other is not None and other.op_type == "MatMul" and self._has_weight(other)
-        if node.op_type == "Gather" and slot == 0:  # an embedding is looked up by what comes in, a table by anything
+        if node.op_type == "Gather" and slot == 0:  # what the model's input looks up is an embedding
             indices = self.makers.get(node.input[1])
             return indices is None or (indices.op_type == "Cast" and indices.input[0] not in self.makers)
         return (node.op_type, slot) in _WEIGHTS

@@ -18,10 +18,10 @@ from torch import Tensor, fx, nn
 
 from ewc_finetune.errors import ArchitectureError
 
-# The newest set of operators that the converter knows throughout.
+# The newest set of operators that the converter knows all operators of.
 OPSET = 17
 
-# Operators that a later set only gave more element types: up to which version they still are what they were.
+# Operators that newer sets only gave more element types, each with the newest version that did no more.
 _MORE_TYPES = {
     **dict.fromkeys(
         ("Conv", "ConvTranspose", "Cos", "Dropout", "Elu", "Equal", "GlobalAveragePool", "HardSigmoid", "HardSwish"), 22
@@ -53,17 +53,17 @@ class Lowered:
 
 def tensors(model: ModelProto) -> dict[str, TensorProto]:
     """Return the constant tensors of a graph by their names there: initializers and what Constant nodes hold."""
-    found = {tensor.name: tensor for tensor in model.graph.initializer}
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
     for node in model.graph.node:
         if node.op_type == "Constant" and attribute(node, "value") is not None:
-            found[node.output[0]] = next(a for a in node.attribute if a.name == "value").t
-    return found
+            constants[node.output[0]] = next(a for a in node.attribute if a.name == "value").t
+    return constants
 
 
 def attribute(node: NodeProto, name: str, default: Any = None) -> Any:
     """Return a node's attribute of this name."""
-    found = next((a for a in node.attribute if a.name == name), None)
-    return default if found is None else helper.get_attribute_value(found)
+    entry = next((a for a in node.attribute if a.name == name), None)
+    return default if entry is None else helper.get_attribute_value(entry)
 
 
 def check_interface(model: ModelProto, label: str) -> None:
@@ -74,10 +74,10 @@ def check_interface(model: ModelProto, label: str) -> None:
     """
     constants = {tensor.name for tensor in model.graph.initializer}
     inputs = [value for value in model.graph.input if value.name not in constants]
-    for what, found in (("input", inputs), ("output", list(model.graph.output))):
-        if len(found) != 1:
-            names = ", ".join(value.name for value in found) or "none"
-            raise ArchitectureError(f"{label} has {len(found)} {what}s ({names}); ewc-ft trains models of one {what}")
+    for what, values in (("input", inputs), ("output", list(model.graph.output))):
+        if len(values) != 1:
+            names = ", ".join(value.name for value in values) or "none"
+            raise ArchitectureError(f"{label} has {len(values)} {what}s ({names}); ewc-ft trains models of one {what}")
     dims = inputs[0].type.tensor_type.shape.dim
     if dims and dims[0].HasField("dim_value"):
         name = inputs[0].name
@@ -94,8 +94,8 @@ def check_operators(model: ModelProto, label: str) -> None:
     Raises:
         ArchitectureError: naming them, and the way back to a model that can be trained.
     """
-    found = {_name(node): node for node in model.graph.node}
-    quantized = sorted(name for name, node in found.items() if _QUANTIZED.search(node.op_type))
+    operators = {_name(node): node for node in model.graph.node}
+    quantized = sorted(name for name, node in operators.items() if _QUANTIZED.search(node.op_type))
     if quantized:
         raise ArchitectureError(
             f"{label} is quantized ({', '.join(quantized)}), and rounded weights cannot be trained. Use the model from "
@@ -134,7 +134,7 @@ def lower(model: ModelProto) -> Lowered:
     for place, node in enumerate(graph.node):
         for slot, name in enumerate(node.input):
             node.input[slot] = aliases.get(name, name)
-        # Weights are looked for among the initializers, under one name each.
+        # `link` looks for weights among the initializers, under one name each.
         if node.op_type == "Constant" and node.output[0] in constants and constants[node.output[0]].dims:
             graph.initializer.add().CopyFrom(constants[node.output[0]])
             graph.initializer[-1].name = node.output[0]
@@ -151,7 +151,7 @@ def lower(model: ModelProto) -> Lowered:
         if substitute is not None:
             substitutes[node.name] = substitute
         if node.op_type == "Dropout" or (substitute is not None and node.op_type != "Split"):
-            # One in, one out: the substitute is put in its place, or nothing.
+            # An Identity, in whose place the substitute is put; a Dropout stays one.
             node.op_type = "Identity"
             del node.input[1:], node.attribute[:]
         _lower_node(node, opset, constants)
@@ -203,7 +203,7 @@ def _says_no_more(node: NodeProto, opset: int, constants: Mapping[str, TensorPro
     if node.op_type == "Dropout" and len(node.output) > 1:
         return False
     if node.op_type == "Reshape" and attribute(node, "allowzero", 0):
-        # With no zero in the shape it says nothing.
+        # `allowzero` matters only where the shape has a zero.
         shape = constants.get(node.input[1])
         return shape is not None and 0 not in _numbers(shape) and since <= _MORE_TYPES["Reshape"]
     if since <= OPSET or since <= _MORE_TYPES.get(node.op_type, 0) or node.op_type in _SUBSTITUTES:
@@ -272,7 +272,7 @@ def _plain_resize(node: NodeProto, _: Mapping[str, TensorProto]) -> bool:
     return not attribute(node, "antialias", 0) and not attribute(node, "axes") and policy == b"stretch"
 
 
-# Operators whose later versions can say more: up to which, and whether a node says what an older one could.
+# Operators whose newer versions can do more: the newest version, and whether a node does only what older ones could.
 _OLDER: dict[str, tuple[int, Callable[[NodeProto, Mapping[str, TensorProto]], bool]]] = {
     **{
         f"Reduce{kind}": (20, _constant_axes)
@@ -311,8 +311,8 @@ def _lower_node(node: NodeProto, opset: int, constants: Mapping[str, TensorProto
 
 
 def _numbers(tensor: TensorProto) -> list[Any]:
-    found: list[Any] = numpy_helper.to_array(tensor).flatten().tolist()
-    return found
+    numbers: list[Any] = numpy_helper.to_array(tensor).flatten().tolist()
+    return numbers
 
 
 def safe_name(name: str, taken: Set[str]) -> str:
@@ -320,7 +320,7 @@ def safe_name(name: str, taken: Set[str]) -> str:
     name = re.sub(r"[^\w/:-]", "_", name.replace(".", "/"), flags=re.ASCII).strip("/") or "node"
     if name.startswith("_") or name.startswith("onnx_initializer_"):
         name = f"node{name}"
-    found, number = name, 1
-    while found in taken or found == "training" or hasattr(fx.GraphModule, found):
-        found, number = f"{name}_{number}", number + 1
-    return found
+    free, number = name, 1
+    while free in taken or free == "training" or hasattr(fx.GraphModule, free):
+        free, number = f"{name}_{number}", number + 1
+    return free
