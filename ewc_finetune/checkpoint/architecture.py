@@ -65,7 +65,8 @@ def build(text: str, *, trusted: bool, note: Callable[[str], None] | None = None
 class uninitialised(TorchFunctionMode):  # noqa: N801 - a context, used as one
     """Leave out the random numbers in models that are built inside: weights from a file take their place.
 
-    Memory that nothing writes to is none, so that a model costs its own dtype's and not float32's on the way.
+    The system gives no memory to tensors that nothing is written to, so that a model in half precision never takes the
+    memory that it would in float32.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,7 +75,7 @@ class uninitialised(TorchFunctionMode):  # noqa: N801 - a context, used as one
         return func(*args, **(kwargs or {}))
 
 
-# At random: a model that was loaded cannot depend on what they gave, as it may on what a constructor computed.
+# Functions that fill a tensor with random numbers, on which no model whose weights are loaded can depend.
 _FILLING = {
     *(torch.Tensor.uniform_, torch.Tensor.normal_, nn.init.uniform_, nn.init.normal_, nn.init.trunc_normal_),
     *(nn.init.kaiming_uniform_, nn.init.kaiming_normal_, nn.init.xavier_uniform_, nn.init.xavier_normal_),
@@ -131,7 +132,7 @@ def with_outputs(text: str, outputs: int) -> str:
         ArchitectureError: if it does not take a `num_classes` that says it.
     """
     if text.startswith(TRANSFORMERS):
-        return text  # the folder's config says it
+        return text  # the folder's config has the number of outputs
     address = parse(text)
     known = address.head in BUILTIN or address.head.startswith("torchvision:") or "num_classes" in address.options
     if not known:

@@ -36,7 +36,7 @@ class ModelMetadata:
         classes: Names of its outputs, where they are known.
         lineage: Anchors whose penalties it was trained under: `name`, `sha256`, `lambda` of each.
         frozen: Parameters that were not to be trained (`requires_grad` was false).
-        head: Of a model that was given a new last layer; see `Provenance`.
+        head: The new last layer that the model was given, if it was; see `Provenance`.
         likelihood: How its outputs are meant, where it is known: that of the loss that it was trained with.
     """
 
@@ -98,19 +98,19 @@ class Checkpoint(ABC):
     """What a file holds of a model; each format has its own.
 
     Args:
-        label: What to call it in messages: the file.
+        label: What to call it in messages: its path, or its address on the Hub.
         sha256: Digest of the file.
         metadata: What ewc-ft knows of it.
 
     Attributes:
         format: Name of the format.
-        ending: Of files in it.
+        ending: How its files end.
         remarks: What a reader should know of the file.
-        state: Its tensors by name, where it is nothing but such.
+        state: Its tensors by name, where it holds weights alone.
         address: Where on the Hub it is from, at its commit.
         task: What the model is for, where the format says; known once it is built.
-        versions: Of the packages that give its tensors their names, beside torch.
-        form: In what the file has the weights, where it is more than the model's own by their names; likewise.
+        versions: Versions of the packages, beside torch, that give its tensors their names.
+        form: Where in the file the weights are, or behind what prefix; None for plain weights. Known once it is built.
     """
 
     format: str
@@ -152,7 +152,7 @@ class Checkpoint(ABC):
             model: On any device.
             metadata: What is known of it.
             dtypes: Tensors to write in another dtype than they have, by name.
-            overwrite: Whether what is there by then may be replaced.
+            overwrite: Whether an existing file may be replaced.
 
         Raises:
             StorageError: if it cannot be written. Nothing is left behind then.
@@ -211,7 +211,7 @@ def check_ending(path: Path, kind: str, ending: str) -> None:
 
 
 def cpu_state(model: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None) -> OrderedDict[str, Any]:
-    """Return a model's state dict on the CPU, some tensors in another dtype; what is tied is one tensor here too."""
+    """Return a model's state dict on the CPU, some tensors in another dtype; tied tensors stay tied."""
     state = model.state_dict(keep_vars=True)
     copies = {
         id(value): value.detach().to("cpu", (dtypes or {}).get(name, value.dtype))

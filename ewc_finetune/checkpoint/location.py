@@ -15,7 +15,7 @@ from ewc_finetune.hub.repository import Repository, look_up, remember
 
 Location: TypeAlias = Path | HubAddress
 
-# What of a model folder on the Hub is not downloaded: weights in other formats and in folders within, and anchors.
+# Files of a model folder that are not downloaded: weights in other formats or in folders within it, and anchors.
 _NOT_DOWNLOADED = (
     *("*.h5", "*.msgpack", "*.onnx*", "*.gguf", "*.ot", "*.tflite", "*.pt", "*.pth", "*/*.safetensors", "*/*.bin"),
     *ANCHOR_FILES,

@@ -59,7 +59,7 @@ class LoadedModel:
         label: What to call it in messages.
         metadata: What is known of it, its architecture included where that is known.
         checkpoint: Where it comes from, and the way back; None for a module, and for fresh weights.
-        fresh: Whether its weights are, so that it was trained on nothing yet.
+        fresh: Whether its weights are fresh: the model was trained on nothing yet.
     """
 
     model: nn.Module
@@ -75,7 +75,7 @@ class LoadedModel:
 
     @property
     def file(self) -> str | None:
-        """Name of the checkpoint file or folder, without what it lies in."""
+        """Name of the checkpoint file without its folder, or its address on the Hub."""
         if self.checkpoint is None:
             return None
         return Path(self.checkpoint.label).name if self.checkpoint.address is None else self.checkpoint.label
@@ -107,7 +107,7 @@ class LoadedModel:
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """Of the packages that give its tensors their names, beside torch."""
+        """Versions of the packages, beside torch, that give its tensors their names."""
         return {} if self.checkpoint is None else self.checkpoint.versions
 
     @property
@@ -129,7 +129,7 @@ def open_model(
     """Open a checkpoint (or the one within an anchor), or take a module as it is.
 
     Args:
-        model: Where the weights are; of a module that is wrapped, the one within.
+        model: The checkpoint, or a module; a wrapped module (`DataParallel`, say) is unwrapped.
         architecture: What to build for them; what the file carries, or the weights show, unless given. For a module it
             is only recorded.
         trust_code: Whether code in the file may run.
@@ -202,7 +202,7 @@ def _load_path(path: Path, trust_code: bool, label: str) -> Checkpoint:
         if kind in _FILES:
             return _FILES[kind](path)
         if archive is not None:
-            if kind == Exported.format:  # which compares what it reads itself
+            if kind == Exported.format:  # its reader verifies each member that it reads
                 return open_exported(archive, trust_code)
             check_archive(archive, trust_code)
             if kind == TorchScript.format:
@@ -260,7 +260,7 @@ def ending_of(place: str | Location) -> str:
     kind: str | None = detect(location)
     if kind == "anchor":
         kind = Anchor.open(location, digest=False).provenance.checkpoint.get("format")
-        kind = SafetensorsFile.format if kind == Sharded.format else kind  # of which an anchor makes one file
+        kind = SafetensorsFile.format if kind == Sharded.format else kind  # FromAnchor writes one file for shards
     return _ENDINGS.get(str(kind), StateDict.ending)
 
 
@@ -291,7 +291,7 @@ def _unpickle(path: Path, trusted: bool) -> Any:
             f"{path} is not a checkpoint that can be read ({reason}); expected a state dict as "
             "torch.save(model.state_dict(), path) writes it, whole"
         ) from error
-    except Exception as error:  # the unpickler stumbles over what is no pickle in any way
+    except Exception as error:  # a file that is no pickle may raise anything
         raise _no_checkpoint(path) from error
 
 

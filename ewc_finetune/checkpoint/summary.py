@@ -25,9 +25,9 @@ class CheckpointInspection:
     Attributes:
         file: The checkpoint; of one on the Hub, what it was called.
         bytes: Its size.
-        format: What it is in.
+        format: Name of its format.
         architecture: What its weights are of; None for one that brings its own program, or if it cannot be told.
-        reason: Why it cannot be told, or built.
+        reason: Why the architecture cannot be told, or built.
         weights: How many `tensors`, `numbers` and `bytes` there are, by dtype.
         tied: Names that are one tensor.
         normalisation: Layers with running statistics.
@@ -90,7 +90,7 @@ def inspect_checkpoint(
     Args:
         file: The checkpoint.
         architecture: See `open_model`.
-        trust_code: Likewise.
+        trust_code: See `open_model`.
         verify: Whether to compare all of it with the checksums that it has.
 
     Raises:

@@ -16,9 +16,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 _T = TypeVar("_T")
-# What normalisation layers count in.
+# The buffer in which a batch norm counts its batches.
 COUNTS = "num_batches_tracked"
-# Of each set of names the models that have it: to build all of them would take half a minute.
+# The classes of torchvision's classifiers unless they are told otherwise.
+_DEFAULT_CLASSES = 1000
+# The models that have each set of names, by its digest: to build all of them would take half a minute.
 _TABLE = Path(__file__).with_name("torchvision_names.json")
 
 
@@ -55,7 +57,9 @@ def build_empty(builder: Any) -> nn.Module:
     """Build a model of torchvision whose weights take no memory."""
     known = inspect.signature(builder).parameters
     with _WithoutMemory(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # how two of them initialise their weights, of which there are none here
+        warnings.simplefilter(
+            "ignore"
+        )  # two models warn of how they initialise their weights, which have no memory here
         model: nn.Module = builder(**{key: None for key in ("weights", "weights_backbone") if key in known})
     return model
 
@@ -74,12 +78,8 @@ def _classes(own: Mapping[str, torch.Size], shapes: Mapping[str, torch.Size]) ->
     return _DEFAULT_CLASSES
 
 
-# What torchvision's classifiers have unless told otherwise.
-_DEFAULT_CLASSES = 1000
-
-
 class _WithoutMemory(TorchFunctionMode):
-    """Makes what becomes a parameter on the meta device; unlike with `torch.device`, numbers can still be computed."""
+    """Makes parameters on the meta device; unlike under `torch.device("meta")`, numbers can still be computed."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -6,8 +6,8 @@ from ewc_finetune.data.transform import Transform
 from ewc_finetune.specs.query import parse
 
 _PREFIX = "torchvision:"
-# With their own weights these turn ImageNet's numbers into 0.5 and 0.5 inside, which they leave out without:
-# (x * 0.229 + 0.485 - 0.5) / 0.5 of a normalised x is (pixel - 0.5) / 0.5.
+# Models that take images normalised with ImageNet's mean and std and, with `transform_input`, turn them into images
+# normalised with 0.5 and 0.5: (x * 0.229 + 0.485 - 0.5) / 0.5 = (pixel - 0.5) / 0.5. Without it they take the latter.
 _TURNING = ("googlenet", "inception_v3")
 
 

@@ -157,8 +157,8 @@ class Domain:
                 yield self._read(batch)
         except (TypeError, RuntimeError) as error:
             raise DataError(
-                f"the samples of {self.name} cannot be put into batches: {first_line(error)}. Samples must be tensors of "
-                "one shape; for images of several sizes add ?size=PIXELS"
+                f"the samples of {self.name} cannot be put into batches: {first_line(error)}. Samples must be tensors "
+                "of one shape; for images of several sizes add ?size=PIXELS"
             ) from error
 
     def _loader(self, batch_size: int, shuffle: torch.Generator | None, workers: int, skip: int) -> Iterable[Any]:

@@ -32,7 +32,7 @@ from ewc_finetune.finetuning.trainer import Trainer, count_steps
 from ewc_finetune.finetuning.training_loss import training_loss, warning_of
 from ewc_finetune.modules.precision import float32_weights
 from ewc_finetune.progress import Progress
-from ewc_finetune.reporting.plots import draw_run
+from ewc_finetune.reporting.figure import draw_run
 from ewc_finetune.runs.folder import RunFolder
 from ewc_finetune.runs.tensorboard import TensorBoard
 from ewc_finetune.storage import signals

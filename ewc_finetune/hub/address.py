@@ -13,15 +13,15 @@ from urllib.parse import unquote
 from ewc_finetune.errors import UsageError, redacted
 
 SCHEME = "hf://"
-# Begins the name of a model folder of transformers.
+# What the name of a model folder of transformers begins with.
 MODEL = "hf:"
 _FORM = "hf://ORG/NAME, with @REVISION and /FILE behind it where they matter"
 _PART = re.compile(r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# Revisions with slashes of their own, which are not the end of them.
+# Revisions that have slashes in them.
 _REFS = re.compile(r"refs/(?:pr/\d+|convert/[\w.-]+)(?=/|$)")
 _OTHER_KINDS = ("datasets", "spaces", "buckets", "kernels")
-# No part of a path.
+# What no part of a path may be.
 _NO_PARTS = ("", ".", "..")
 
 

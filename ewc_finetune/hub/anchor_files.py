@@ -14,10 +14,10 @@ from ewc_finetune.hub.repository import Fetched, Repository, look_into_cache, lo
 from ewc_finetune.storage.safetensors_source import FileSource, LocalSource, TensorSource
 from ewc_finetune.storage.shards import INDEX, JoinedSource, ShardedSource, parts_named
 
-# What `push` calls an anchor in its repository.
+# The name without ending that `push` gives an anchor in its repository.
 STEM = "anchor"
 _FILE, _PARTS = f"{STEM}.safetensors", f"{STEM}{INDEX}"
-# What is of an anchor in a repository that has something else too.
+# The files of an anchor, in a repository that may have other files.
 ANCHOR_FILES = (_FILE, _PARTS, f"{STEM}-*-of-*.safetensors", f"*.{_FILE}", f"*.{_PARTS}", "anchor-importance.png")
 
 
@@ -29,7 +29,7 @@ class HubAnchor:
         place: Where it is for good: repository, commit and file.
         path: Its file in the cache, or its index.
         source: Its tensors.
-        digest: Of all of it as one file.
+        digest: SHA-256 of all of it as one file.
         remarks: What a reader should know.
     """
 
@@ -82,7 +82,7 @@ class Peeked:
     Attributes:
         source: Its tensors.
         place: Where it is for good: repository, commit and file.
-        sha256: Of its file, as the Hub promises it; None for several.
+        sha256: Digest of its file, as the Hub promises it; None for several files.
         remarks: What a reader should know.
     """
 

@@ -22,10 +22,11 @@ T = TypeVar("T")
 
 _TROUBLE = (500, 502, 503, 504)
 _CUT_OFF = ("ReadError", "WriteError", "RemoteProtocolError")
-# Seconds before what failed for no fault of ours is tried again, and how long at most the Hub may have us wait.
+# Seconds before each new try, where the Hub does not say how long to wait.
 _WAITS = (1.0, 2.0, 4.0)
+# Seconds that the Hub may ask to wait at most.
 _LONGEST_WAIT = 60.0
-# After so many seconds without an answer there is none.
+# Seconds to wait for an answer.
 PATIENCE = 30.0
 
 
@@ -58,8 +59,9 @@ def is_offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
-# Whether the client may draw bars of its own, which the command line lets it where somebody sees them, and warn.
+# Whether the client may draw bars of its own, as the command line allows on a terminal.
 _BARS = ContextVar("bars", default=False)
+# Whether the client may warn that it waits and tries again.
 _WARNINGS = ContextVar("warnings", default=True)
 
 
@@ -105,7 +107,7 @@ def hub_errors(address: HubAddress) -> Iterator[None]:
     except EwcError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever it is, it is told in our words
-        # Without its cause: that has addresses that are signed, and perhaps more.
+        # The cause is left out, for it has signed addresses, and perhaps other secrets.
         raise _meaning(error, address) from None
     finally:
         for handler in handlers:
@@ -170,7 +172,7 @@ def _meaning(error: Exception, address: HubAddress) -> EwcError:
     return _of_connection(error, address)
 
 
-# The first of them that fits.
+# What to say for the client's errors, by class; the first that fits is taken.
 _OF_KIND = {
     "GatedRepoError": "{repository} is gated. Ask for access at {place}, and log in: hf auth login, or HF_TOKEN",
     "RevisionNotFoundError": "{repository} has no revision {revision!r} (any more): no branch, tag or commit is called "
@@ -178,7 +180,7 @@ _OF_KIND = {
     "DisabledRepoError": "{repository} has been disabled on the Hub. See {place}",
     "RemoteEntryNotFoundError": "{address} is not there: the repository has no such file. See {place}/tree/main",
 }
-# Without and with a token: the Hub does not tell what may not be seen from what is not there.
+# What to say without and with a token. The Hub does not tell a private repository from one that does not exist.
 _NOT_FOUND = (
     "there is no repository {repository} on the Hub, or it is private. Check the name; for a private one log in: hf "
     "auth login, or HF_TOKEN",

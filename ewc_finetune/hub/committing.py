@@ -12,7 +12,7 @@ from ewc_finetune.hub.client import api, hub_errors, patiently
 from ewc_finetune.hub.repository import Promise, Repository, git_hash, look_up_now
 from ewc_finetune.storage.atomic import sha256
 
-# The Hub's answers where the branch is no longer what it was.
+# The statuses with which the Hub answers where the branch has changed.
 _OVERTAKEN = (409, 412)
 
 
@@ -75,7 +75,7 @@ def commit(
     """Add or replace some files, and delete others, in one commit.
 
     Args:
-        repository: As it was when the change was thought out.
+        repository: As it was when the change was prepared.
         additions: Their contents by path; files are read a part at a time.
         deletions: Paths.
         message: Of the commit.
@@ -107,7 +107,7 @@ def commit(
 
     with hub_errors(address):
         try:
-            # A second pull request would be one too many, where it is only the answer that was lost.
+            # A pull request is not tried again: where only the answer was lost, there would be two.
             done = send() if create_pr else patiently(send)
         except HfHubHTTPError as error:
             if error.response.status_code in _OVERTAKEN and look_up_now(address).commit != repository.commit:

@@ -19,7 +19,7 @@ from ewc_finetune.storage.safetensors_source import (
     unreadable,
 )
 
-# Nearly every header is shorter, so that it takes one request.
+# Bytes of the first request, which hold nearly every header whole.
 _FIRST = 1 << 17
 _BLOCK = 1 << 16
 
@@ -69,7 +69,7 @@ class RemoteSource(TensorSource):
         received = bytearray()
 
         def fetch_rest() -> None:
-            if len(received) < end - start:  # the connection may have been cut behind the last byte
+            if len(received) < end - start:  # the connection may have been cut after the last byte
                 for block in self._answer(start + len(received), end):
                     received.extend(block)
 
@@ -88,7 +88,7 @@ class RemoteSource(TensorSource):
         place, left = self.place, end - start
         url = hf_hub_url(place.repository, str(place.file), revision=place.revision)
         headers = {**build_hf_headers(library_name="ewc-finetune"), "Range": f"bytes={start}-{end - 1}"}
-        headers["Accept-Encoding"] = "identity"  # what is packed has other ranges
+        headers["Accept-Encoding"] = "identity"  # ranges of a compressed answer would be others
         with get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=PATIENCE) as answer:
             hf_raise_for_status(answer)
             if answer.status_code != 206:

@@ -26,8 +26,8 @@ class Promise:
 
     Attributes:
         size: Its bytes; None where only the cache is asked.
-        sha256: Of a large file.
-        blob: Git's hash, of a small one.
+        sha256: The SHA-256 of a large file.
+        blob: Git's hash of a small file.
     """
 
     size: int | None = None
@@ -40,9 +40,9 @@ class Fetched:
     """A file that is on this machine now, as it was promised.
 
     Attributes:
-        path: In the cache.
-        sha256: Of its bytes.
-        parts: Of an index, where the files are that it names.
+        path: Where it is in the cache.
+        sha256: Digest of its bytes.
+        parts: For an index, where the files are that it names.
     """
 
     path: Path
@@ -87,7 +87,7 @@ class Repository:
         """
         promise = self.files.get(file)
         place = self.address.at(self.commit, file)
-        if promise is None and self.cached is not None:  # which may have some of a commit's files
+        if promise is None and self.cached is not None:  # the cache may have only some of a commit's files
             try:
                 return look_up_now(place).fetch(file)
             except UnreachableError as error:
@@ -105,7 +105,7 @@ class Repository:
         """
         promise = self.files.get(file) or Promise()
         if promise.sha256 is None and promise.blob is None:
-            promise = _promised(path)  # for a Hub that says nothing in its list
+            promise = _promised(path)  # some Hubs list files without their hashes
         return _checked(path, promise, self.address.at(self.commit, file))
 
     def _download(self, file: str) -> Path:
@@ -171,9 +171,9 @@ def look_up_now(address: HubAddress) -> Repository:
 
 
 def remember(repository: Repository) -> None:
-    """Have the cache know what a branch is now, as the client does, should there be no connection later.
+    """Have the cache know the commit of a branch, as the client does, for when there is no connection.
 
-    For when all is fetched that somebody would want then.
+    Called once all files are fetched that are needed without one.
     """
     revision = repository.address.revision or _DEFAULT_BRANCH
     if is_commit(revision) or repository.cached is not None:
@@ -227,7 +227,7 @@ def _checked(path: Path, promise: Promise, place: HubAddress) -> str:
     else:
         return digest
     if own != expected:
-        with contextlib.suppress(OSError):  # a cache that others look after may be read only
+        with contextlib.suppress(OSError):  # a shared cache may be read only
             path.resolve().unlink(missing_ok=True)
             path.unlink(missing_ok=True)
         raise HubError(

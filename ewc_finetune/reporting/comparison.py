@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ewc_finetune.reporting.charts import Curve, linear_axis, scatter
-from ewc_finetune.reporting.figure import Figure
+from ewc_finetune.reporting.figure import Figure, style_of
 from ewc_finetune.reporting.measures import Measure, measure_of, short
 from ewc_finetune.reporting.outcome import Outcome, data_key, said_of, sentence
+from ewc_finetune.reporting.plots import Axis, Chart, Curve, Point, to_svg
 from ewc_finetune.specs.options import Setting
 
-_COLOURS = ("k0", "k2", "k3", "k4", "k5")
+PLAIN = "plain fine-tuning"
+PROBES = "probes answered as before, %"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Group:
     def retention_unit(self) -> str:
         """What `retention` is in."""
         if not self.old:
-            return "probes answered as before, %"
+            return PROBES
         return self.measure.on("retention", "the old domain" if len(self.old) == 1 else "old domains")
 
     def retention_text(self, value: float | None) -> str:
@@ -98,72 +98,60 @@ class Group:
 
     def frontier(self) -> Figure | None:
         """Draw retention against plasticity, a point for each run; None where fewer than two have both."""
-        sets: dict[str, list[tuple[float, float, Outcome]]] = {}
+        sets: dict[str, list[tuple[Point, Outcome]]] = {}
         for one in self.outcomes:
             kept, learned = self.retention(one), one.plasticity(self.measure)
             if kept is not None and learned is not None:
-                sets.setdefault(one.kind if one.held else "plain fine-tuning", []).append((learned, kept, one))
-        points = [point for found in sets.values() for point in found]
-        if len(points) < 2:
-            return None
-        chosen = next(((x, y) for x, y, one in points if one is self.main), None) if len(points) > 2 else None
-        curves, colours = [], iter(_COLOURS)
+                sets.setdefault(one.kind if one.held else PLAIN, []).append(((learned, kept), one))
+        chosen = next((point for found in sets.values() for point, one in found if one is self.main), None)
+        curves = []
         for name, found in sets.items():
-            plain = name == "plain fine-tuning"
-            found.sort(key=lambda point: sum(point[2].strengths))
-            style = "plain" if plain else next(colours, "k0")
-            strengths = [one.strength for _, _, one in found]
-            curves.append(
-                Curve(
-                    f"{name}, by lambda" if not plain else name,
-                    style,
-                    [(x, y) for x, y, _ in found],
-                    strengths,
-                    joined=not plain and len(set(strengths)) == len(strengths),
-                )
-            )
-        return draw_frontier(
-            curves, self.measure, self.retention_unit, self.measure.on("plasticity", "the new domain"), chosen,
-            rising=self.measure.rising or not self.old,
-        )  # fmt: skip
+            found.sort(key=lambda pair: sum(pair[1].strengths))
+            points, strengths = [point for point, _ in found], [one.strength for _, one in found]
+            if name == PLAIN:
+                curves.append(Curve(name, "plain", points, strengths, joined=False))
+            else:
+                style = style_of(sum(curve.name != PLAIN for curve in curves))
+                joined = len(set(strengths)) == len(strengths)
+                curves.append(Curve(f"{name}, by lambda", style, points, strengths, joined))
+        count = sum(len(curve.points) for curve in curves)
+        if count < 2:
+            return None
+        ring = chosen if count > 2 else None
+        return frontier_figure(frontier_chart(curves, self.measure, self.retention_unit, "the new domain", ring))
 
 
-def draw_frontier(
-    curves: Sequence[Curve],
-    measure: Measure,
-    kept: str,
-    learned: str,
-    chosen: tuple[float, float] | None,
-    *,
-    rising: bool,
-    before: str = "",
-    ring: str = "the run shown in detail",
-) -> Figure:
-    """Draw what is kept against what is learned, the better of both up and to the right.
+def frontier_chart(curves: Sequence[Curve], measure: Measure, kept: str, where: str, chosen: Point | None) -> Chart:
+    """Return what is kept against what is learned, the better of both up and to the right.
 
     Args:
         curves: Points of (learned, kept), with lambdas for labels.
-        measure: Of what is learned.
+        measure: Of what is learned, and of what is kept unless that is a share of probes.
         kept: What is kept, with its unit.
-        learned: What is learned, with its unit.
-        chosen: The point that is shown in detail.
-        rising: Whether more is better of what is kept.
-        before: What is said first of how to read it.
+        where: What is learned.
+        chosen: The point that gets a ring.
+    """
+    count, learned = sum(len(curve.points) for curve in curves), measure.on("plasticity", where)
+    limits = (0.0, 100.0) if measure.rising else None
+    x = Axis(learned, falling=not measure.rising, limits=limits)
+    y = Axis(kept, falling=not measure.rising and kept != PROBES, limits=limits)
+    return Chart(f"Frontier of {count} runs: {kept}, against {learned}", curves, x, y, chosen)
+
+
+def frontier_figure(chart: Chart, before: str = "", ring: str = "the run shown in detail") -> Figure:
+    """Draw a frontier, and say how to read it.
+
+    Args:
+        chart: The frontier.
+        before: What is said first.
         ring: What the chosen point is.
     """
-    points = [point for curve in curves for point in curve.points]
-    share = (0.0, 100.0) if measure.rising else (-math.inf, math.inf)
-    x = linear_axis(learned, [p[0] for p in points], most=4, falling=not measure.rising, room=0.06, limits=share)
-    y = linear_axis(kept, [p[1] for p in points], most=5, falling=not rising, room=0.03, limits=share)
-    legend = [(curve.style, curve.name) for curve in curves]
-    reading = f"{before} " if before else ""
-    reading += "Up keeps more, right learns more; the numbers are lambda."
-    if not (measure.rising and rising):
+    reading = f"{before}Up keeps more, right learns more; the numbers are lambda."
+    if chart.x.falling or chart.y.falling:
         reading += " Axes run so that less, which is better, lies up and to the right."
-    if chosen is not None:
+    if chart.chosen is not None:
         reading += f" The ring is {ring}."
-    title = f"Frontier of {len(points)} runs: {kept}, against {learned}"
-    return Figure("Frontier", scatter(curves, x, y, title, chosen), legend, reading)
+    return Figure("Frontier", to_svg(chart), [(curve.style, curve.name) for curve in chart.curves], reading)
 
 
 def grouped(outcomes: Sequence[Outcome], settings: Mapping[str, Setting]) -> list[Group]:

@@ -1,15 +1,19 @@
-"""A figure as the page has it: a drawing, what its colours mean, and how to read it; and the figures of one run."""
+"""The figures of one run: its losses and its scores, in its folder and, with legend and reading, on the page."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup
 
-from ewc_finetune.reporting.charts import Axis, Curve, line_chart, linear_axis, log_axis
-from ewc_finetune.reporting.measures import Measure
+from ewc_finetune.reporting.measures import Measure, measure_of
 from ewc_finetune.reporting.outcome import Outcome
-from ewc_finetune.runs.record import Run
+from ewc_finetune.reporting.plots import Axis, Chart, Curve, Point, draw_charts, to_svg
+
+Lines = Sequence[Mapping[str, Any]]
 
 # A scale is logarithmic where the largest number is so many times the smallest.
 _WIDE = 30.0
@@ -35,19 +39,71 @@ class Figure:
     reading: str = ""
 
 
+def style_of(number: int) -> str:
+    """Return the style of an old domain, or of one of several curves; dashed where colours come again."""
+    return _OLD[number % len(_OLD)] + (" again" if number >= len(_OLD) else "")
+
+
 def styles(outcome: Outcome) -> dict[str, str]:
-    """Return the style of each domain: one for the new, others for the old; dashed where colours come again."""
-    found = {name: _OLD[n % len(_OLD)] + (" again" if n >= len(_OLD) else "") for n, name in enumerate(outcome.old)}
-    return found if outcome.new is None else {outcome.new: _NEW} | found
+    """Return the style of each domain: one for the new, others for the old."""
+    new = {} if outcome.new is None else {outcome.new: _NEW}
+    return new | {name: style_of(n) for n, name in enumerate(outcome.old)}
 
 
-def draw_losses(run: Run) -> Figure | None:
-    """Draw task loss and penalty over the steps, on a scale that shows both; None where no step was logged."""
-    lines = [line for line in run.lines if "loss" in line and line.get("step") is not None]
-    losses = [(line["step"], line["loss"]) for line in lines if line["loss"] is not None]
-    penalties = [(line["step"], line["penalty"]) for line in lines if line.get("penalty")]
-    curves = [Curve("task loss", "k1", losses)] if losses else []
-    curves += [Curve("penalty", "k0", penalties)] if penalties else []
+def draw_run(path: Path, history: Lines, title: str) -> None:
+    """Draw a run: loss and penalty over the steps, the score on every domain at each evaluation.
+
+    Args:
+        path: The file to write, in the format that it ends in.
+        history: The lines of `metrics.jsonl`.
+        title: One line above the figure.
+    """
+    scores = [score for line in history for score in (line.get("scores") or {}).values()]
+    domains = dict.fromkeys(domain for line in history for domain in line.get("scores") or {})
+    measure = measure_of(scores)
+    curves = _scores(history, {name: style_of(n) for n, name in enumerate(domains)}, measure, "step")
+    charts = [_losses(history)]
+    if curves:
+        charts.append(Chart("", curves, Axis("step (0: before)", whole=True), Axis(measure.unit)))
+    draw_charts(path, [chart for chart in charts if chart], title)
+
+
+def draw_losses(outcome: Outcome) -> Figure | None:
+    """Draw task loss and penalty over the steps; None where no step was logged."""
+    chart = _losses(outcome.run.lines)
+    if chart is None:
+        return None
+    return Figure(chart.title, to_svg(chart), [(curve.style, curve.name) for curve in chart.curves])
+
+
+def draw_scores(outcome: Outcome, plain: Outcome | None, measure: Measure) -> Figure | None:
+    """Draw the score on every domain, or what its probes say, over the epochs; a plain run's are dashed."""
+    curves = _scores(outcome.run.lines, styles(outcome), measure, "epoch")
+    label = measure.unit
+    if measure.rising and (unchanged := _unchanged(outcome)):
+        curves, label = curves + unchanged, "%"
+    beside = []
+    if plain is not None and len(styles(outcome)) <= _MOST_BESIDE:
+        dashed = {name: f"{style} beside" for name, style in styles(outcome).items()}
+        beside = _scores(plain.run.lines, dashed, measure, "epoch")
+    every = curves + beside
+    if not curves or all(len(curve.points) < 2 for curve in every):
+        return None
+    values = [value for curve in every for _, value in curve.points]
+    far_apart = measure.rising and max(values) - min(values) > 40
+    heading = f"{measure.unit.partition(',')[0].capitalize()} over the epochs"
+    x, y = Axis("epoch (0: before)", whole=True), Axis(label, holds=(0, 100) if far_apart else ())
+    legend = [(curve.style, curve.name) for curve in curves]
+    return Figure(heading, to_svg(Chart(heading, every, x, y)), legend, "Dashed: plain fine-tuning." if beside else "")
+
+
+def _losses(lines: Lines) -> Chart | None:
+    """Return task loss and penalty over the steps, on a scale that shows both."""
+    logged = [line for line in lines if "loss" in line and line.get("step") is not None]
+    losses = [(line["step"], line["loss"]) for line in logged if line["loss"] is not None]
+    penalties = [(line["step"], line["penalty"]) for line in logged if line.get("penalty")]
+    curves = [Curve("task loss", _NEW, losses), Curve("penalty", _OLD[0], penalties)]
+    curves = [curve for curve in curves if curve.points]
     values = [value for curve in curves for _, value in curve.points]
     if not values:
         return None
@@ -55,69 +111,31 @@ def draw_losses(run: Run) -> Figure | None:
     log = min(values) >= 0 and bool(positive) and max(positive) > _WIDE * min(positive)
     if log:
         curves = [Curve(c.name, c.style, [point for point in c.points if point[1] > 0]) for c in curves]
-    label = "nats, log scale" if log else "nats"
-    y = log_axis(label, positive) if log else linear_axis(label, values, zero=True)
-    x = linear_axis("step", [step for curve in curves for step, _ in curve.points], whole=True, zero=True)
     title = "Loss and penalty over the steps" if penalties else "Loss over the steps"
-    legend = [(curve.style, curve.name) for curve in curves]
-    return Figure(title, line_chart(curves, x, y, title), legend)
+    y = Axis("nats, log scale" if log else "nats", log=log, holds=() if log else (0,))
+    return Chart(title, curves, Axis("step", whole=True, holds=(0,)), y)
 
 
-def draw_scores(outcome: Outcome, plain: Outcome | None, measure: Measure) -> Figure | None:
-    """Draw the score on every domain, or what its probes say, over the epochs; a plain run's are dashed."""
-    colours = styles(outcome)
-    curves = [
-        Curve(f"{name} {measure.text(points[-1][1])}", style, points)
-        for name, style in colours.items()
-        if (points := _scores(outcome.run, name, measure))
-    ]
-    scored = len(curves)
-    if measure.rising:
-        curves += _unchanged(outcome, len(outcome.old))
-    shown = len(curves)
-    if plain is not None and len(colours) <= _MOST_BESIDE:
-        curves += [
-            Curve("plain", f"{style} beside", points)
-            for name, style in colours.items()
-            if (points := _scores(plain.run, name, measure))
-        ]
-    if not shown or all(len(curve.points) < 2 for curve in curves):
-        return None
-    values = [value for curve in curves for _, value in curve.points]
-    label = measure.unit.partition(",")[0]
-    x = linear_axis("epoch (0: before)", [epoch for curve in curves for epoch, _ in curve.points], whole=True)
-    heading = f"{label.capitalize()} over the epochs"
-    reading = "Dashed: plain fine-tuning." if len(curves) > shown else ""
-    legend = [(curve.style, curve.name) for curve in curves[:shown]]
-    y = (
-        _percent(measure.unit if shown == scored else "%", values)
-        if measure.rising
-        else linear_axis(measure.unit, values)
-    )
-    return Figure(heading, line_chart(curves, x, y, heading), legend, reading)
+def _scores(lines: Lines, of: Mapping[str, str], measure: Measure, by: str) -> list[Curve]:
+    """Return the scores on domains, which are in these styles, by epoch or step."""
+    curves = []
+    for domain, style in of.items():
+        scored = [(line.get(by), measure.of(line["scores"].get(domain))) for line in lines if line.get("scores")]
+        points = [(at, value) for at, value in scored if at is not None and value is not None]
+        if points:
+            curves.append(Curve(f"{domain} {measure.text(points[-1][1])}", style, points))
+    return curves
 
 
-def _percent(label: str, values: list[float]) -> Axis:
-    """Return an axis of shares: all of it where they are far apart."""
-    if max(values) - min(values) > 40:
-        return Axis(label, 0.0, 100.0, [(value, str(value)) for value in range(0, 101, 20)])
-    return linear_axis(label, values)
-
-
-def _scores(run: Run, domain: str, measure: Measure) -> list[tuple[float, float]]:
-    values = [(line.get("epoch"), measure.of(line["scores"].get(domain))) for line in run.lines if line.get("scores")]
-    return [(epoch, value) for epoch, value in values if epoch is not None and value is not None]
-
-
-def _unchanged(outcome: Outcome, taken: int) -> list[Curve]:
+def _unchanged(outcome: Outcome) -> list[Curve]:
     """Return how the share of probes that are answered as before went, an anchor a curve."""
-    curves: dict[str, list[tuple[float, float]]] = {}
+    curves: dict[str, list[Point]] = {}
     for line in outcome.run.lines:
         for probe in line.get("retention") or []:
             if probe.get("unchanged") is not None and line.get("epoch") is not None:
                 name = str(probe.get("data") or probe.get("anchor") or "an anchor")
                 curves.setdefault(name, []).append((line["epoch"], 100 * probe["unchanged"]))
     return [
-        Curve(f"probes of {name} answered as before {points[-1][1]:.1f}%", _OLD[(taken + n) % len(_OLD)], points)
+        Curve(f"probes of {name} answered as before {points[-1][1]:.1f}%", style_of(len(outcome.old) + n), points)
         for n, (name, points) in enumerate(curves.items())
     ]

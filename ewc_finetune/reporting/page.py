@@ -10,7 +10,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from ewc_finetune._version import __version__
 from ewc_finetune.anchor.describe import percent
-from ewc_finetune.reporting.charts import bar
 from ewc_finetune.reporting.comparison import Group
 from ewc_finetune.reporting.figure import Figure
 from ewc_finetune.reporting.measures import NOTHING, listed, short
@@ -82,7 +81,7 @@ def _template() -> Template:
         loader=PackageLoader("ewc_finetune.reporting", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=StrictUndefined,
     )  # fmt: skip
-    environment.globals.update(bar=bar, percent=percent)
+    environment.globals.update(percent=percent)
     return environment.get_template("page.html.jinja")
 
 

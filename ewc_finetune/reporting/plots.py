@@ -1,72 +1,221 @@
-"""Figures, drawn without any global state of matplotlib's."""
+"""Charts, drawn by matplotlib: in files, and as SVG that takes its colours from the page that it stands in."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup, escape
+from matplotlib import style
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patheffects import withStroke
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+from matplotlib.transforms import Bbox
 
 from ewc_finetune.errors import UsageError
+from ewc_finetune.reporting.measures import signed
 from ewc_finetune.storage.atomic import atomic_write
 
-FORMATS = ("png", "pdf", "svg")
+Point = tuple[float, float]
+
+# The formats of files, and where in them matplotlib would write the time.
+FORMATS: dict[str, dict[str, Any]] = {"png": {}, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
+# What the page's style calls its colours, and what they are in light mode and in files.
+COLOURS = {
+    "page": "#fbfaf8", "ink": "#1c1d20", "soft": "#5b5e66", "grid": "#e8e6e0", "plain": "#74777f", "k0": "#1f5fae",
+    "k1": "#bf4e0b", "k2": "#0d7a5f", "k3": "#8b3d8f", "k4": "#806000", "k5": "#b03060",
+}  # fmt: skip
+# In pixels, as the page has it on a phone or in two columns, so that its text keeps its size.
+_WIDTH, _HEIGHT = 420, 290
+# Of the widest sans serif's digits, in the same pixels.
+_CHARACTER = 9.2
+# Up to so many points of a line are marked.
+_MARKED = 20
+# Where a label may stand beside its point: how far off in points, and which of its corners or sides is there.
+_BESIDE = (
+    (7, 7, "left", "bottom"), (10, 0, "left", "center"), (0, 10, "center", "bottom"), (-7, 7, "right", "bottom"),
+    (-10, 0, "right", "center"), (7, -7, "left", "top"), (0, -10, "center", "top"), (-7, -7, "right", "top"),
+)  # fmt: skip
+_STYLE = {
+    "axes.autolimit_mode": "round_numbers",
+    "axes.axisbelow": True,
+    "axes.edgecolor": COLOURS["soft"],
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.labelcolor": COLOURS["soft"],
+    "axes.labelpad": 8,
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.xmargin": 0,
+    "axes.ymargin": 0,
+    "grid.color": COLOURS["grid"],
+    "grid.linewidth": 1,
+    "legend.frameon": False,
+    "lines.scale_dashes": False,
+    "path.simplify_threshold": 1.0,
+    "svg.fonttype": "none",
+    "text.color": COLOURS["soft"],
+    "text.parse_math": False,  # people's names may have a $ in them
+    "xtick.major.pad": 6,
+    "xtick.color": COLOURS["soft"],
+    "ytick.color": COLOURS["soft"],
+    "ytick.left": False,
+}
+# What is changed in the SVG of matplotlib: text is in the page's font, groups have a class where they are marks and no
+# name otherwise, and coordinates are in tenths of a pixel.
+_CLEANED: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    (r'style="font-size: [\d.]+px; font-family: [^;"]*;? ?', 'style="'),
+    (r'<g id="(line|dot|ring)">', r'<g class="\1">'),
+    (r'<g id="dot: ([^"]*)">', r'<g class="dot"><title>\1</title>'),
+    (r'<g id="[^"]*">', "<g>"),
+    (r' transform="rotate\(-0 [^"]*"', ""),
+    (r' [dxy]="[^"]*"', lambda found: re.sub(r"(\.\d)\d+", r"\1", found[0])),
+)
 
 
-def draw_run(path: Path, history: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Draw a run: loss and penalty over the steps, accuracy on every domain at each evaluation.
+@dataclass(frozen=True)
+class Curve:
+    """One curve, or one set of points.
+
+    Attributes:
+        name: For the legend.
+        style: Its colour (`COLOURS`); behind it `beside` for a faint line of dots, `again` for a dashed one.
+        points: What is drawn, in order of x.
+        labels: Of a scatter plot, the text at each point.
+        joined: Whether a line goes through the points.
+        deviations: How far other runs lie from each point, to both sides; none where that is not known.
+    """
+
+    name: str
+    style: str
+    points: Sequence[Point]
+    labels: Sequence[str] = ()
+    joined: bool = True
+    deviations: Sequence[Point] = ()
+
+    @property
+    def colour(self) -> str:
+        """What it is drawn in."""
+        return COLOURS[self.style.partition(" ")[0]]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis.
+
+    Attributes:
+        label: What it shows, with the unit.
+        whole: Whether it has whole numbers alone.
+        holds: Values that it reaches to, whatever is drawn.
+        log: Whether equal ratios are equal distances.
+        falling: Whether small numbers are at the end, where they are the better ones.
+        limits: Beyond which there are no values.
+    """
+
+    label: str
+    whole: bool = False
+    holds: Sequence[float] = ()
+    log: bool = False
+    falling: bool = False
+    limits: Point | None = None
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves, or sets of labelled points, between two axes.
+
+    Attributes:
+        title: What it shows, for those who cannot see it.
+        curves: What is drawn.
+        x: The axis below.
+        y: The axis on the left.
+        chosen: A point that gets a ring.
+    """
+
+    title: str
+    curves: Sequence[Curve]
+    x: Axis
+    y: Axis
+    chosen: Point | None = None
+
+
+def to_svg(chart: Chart) -> Markup:
+    """Draw a chart for the page, in the page's own colours, so that it follows dark mode and print."""
+    with _styled(14, salt=repr(chart)):
+        figure = Figure(figsize=(_WIDTH / 72, _HEIGHT / 72), dpi=72)
+        figure.patch.set_visible(False)
+        axes = figure.subplots()
+        _draw(axes, chart)
+        axes.set_ylabel("")
+        figure.text(2 / _WIDTH, 1 - 16 / _HEIGHT, chart.y.label)
+        _place(axes, top=48 if chart.curves[0].labels else 34)
+        _label(figure, axes, chart)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata=FORMATS["svg"])
+    drawn = file.getvalue()
+    drawn = drawn[drawn.index('<g id="figure') :]
+    for name, colour in COLOURS.items():
+        drawn = drawn.replace(colour, f"var(--{name})")
+    for pattern, instead in _CLEANED:
+        drawn = re.sub(pattern, instead, drawn)
+    title, box = escape(chart.title), f"0 0 {_WIDTH} {_HEIGHT}"
+    return Markup(  # noqa: S704 - matplotlib has escaped every text in it
+        f'<svg class="chart" role="img" aria-label="{title}" viewBox="{box}"><title>{title}</title>{drawn}'
+    )
+
+
+def draw_charts(path: Path, charts: Sequence[Chart], title: str) -> None:
+    """Draw charts beside each other.
 
     Args:
         path: The file to write, in the format that it ends in.
-        history: The lines of `metrics.jsonl`.
-        title: One line above the figure.
+        charts: What is drawn.
+        title: One line above them.
     """
-    steps = [line for line in history if "loss" in line]
-    scored = [line for line in history if "scores" in line]
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    figure.suptitle(_plain(title))
-    losses, accuracies = figure.subplots(1, 2)
-    marker = "o" if len(steps) < 20 else ""
-    at = [line["step"] for line in steps]
-    losses.plot(at, [line["loss"] for line in steps], marker=marker, label="task loss", color="C0")
-    if any(line["penalty"] for line in steps):
-        losses.plot(at, [line["penalty"] for line in steps], marker=marker, label="penalty", color="C3")
-    losses.set(xlabel="step", ylabel="nats", title="Loss")
-    losses.set_ylim(bottom=0)
-    if steps:
-        losses.legend(frameon=False)
-    domains = list(scored[0]["scores"]) if scored else []
-    # Where nothing is right or wrong there is still a loss.
-    by_accuracy = all(line["scores"][domain]["accuracy"] is not None for line in scored for domain in domains)
-    for domain in domains:
-        scores = [line["scores"][domain] for line in scored]
-        values = [100 * score["accuracy"] if by_accuracy else score["loss"] for score in scores]
-        (curve,) = accuracies.plot([line["step"] for line in scored], values, marker="o", label=_plain(domain))
-        accuracies.annotate(
-            f"{values[-1]:.1f}", (scored[-1]["step"], values[-1]), xytext=(6, -3), textcoords="offset points",
-            color=curve.get_color(), fontsize=9,
-        )  # fmt: skip
-    accuracies.set(xlabel="step (0: before)")
-    if by_accuracy:
-        accuracies.set(ylabel="accuracy, %", title="Accuracy by domain", ylim=(0, 102))
-    else:
-        accuracies.set(ylabel="nats", title="Loss by domain")
-    accuracies.xaxis.get_major_locator().set_params(integer=True)
-    if domains:
-        accuracies.legend(frameon=False, loc="lower right")
-    for axes in (losses, accuracies):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.3)
-    save_figure(path, figure)
+    with _styled(10, salt=title):
+        count = max(len(charts), 1)
+        figure = Figure(figsize=(6 * count + 1, 4.8), layout="constrained")
+        figure.suptitle(title, color=COLOURS["ink"])
+        for chart, axes in zip(charts, figure.subplots(1, count, squeeze=False).flat, strict=False):
+            _draw(axes, chart)
+            shown = [
+                Line2D([], [], color=curve.colour, marker="o" if curve.labels else "", **_look(curve))
+                for curve in chart.curves
+            ]
+            axes.legend(shown, [curve.name for curve in chart.curves], loc="lower left", bbox_to_anchor=(0, 1.04))
+            _label(figure, axes, chart)
+        save_figure(path, figure)
 
 
-def _plain(text: str) -> str:
-    """Return text in which matplotlib finds no formula."""
-    return text.replace("$", r"\$")
+def draw_importance(path: Path, layers: Sequence[Mapping[str, Any]], title: str, *, overwrite: bool = True) -> None:
+    """Draw a bar for each layer's share of the curvature, first layer on top.
+
+    Args:
+        path: The file to write, in the format that it ends in.
+        layers: Of each, `layer` and `share`.
+        title: One line above the figure.
+        overwrite: Whether a file that is there may be replaced.
+    """
+    with _styled(8, salt=title):
+        figure = Figure(figsize=(7, 1.2 + 0.28 * len(layers)), layout="constrained")
+        axes = figure.subplots()
+        shares = [100 * layer["share"] for layer in layers]
+        axes.bar_label(axes.barh(range(len(layers)), shares, color=COLOURS["k0"]), fmt="%.1f", padding=3)
+        axes.set_yticks(range(len(layers)), [layer["layer"] for layer in layers])
+        axes.invert_yaxis()
+        axes.grid(visible=False)
+        axes.set(xlabel="% of the trace", title=title, xlim=(0, 1.12 * max(shares, default=1.0)))
+        save_figure(path, figure, overwrite=overwrite)
 
 
 def figure_format(path: Path) -> str:
@@ -85,106 +234,116 @@ def save_figure(path: Path, figure: Figure, *, overwrite: bool = True) -> None:
     """Write a figure in the format that its name ends in."""
     with atomic_write(path, overwrite=overwrite) as temporary:
         FigureCanvasAgg(figure)
-        figure.savefig(temporary, format=figure_format(path), dpi=120)
+        ending = figure_format(path)
+        figure.savefig(temporary, format=ending, dpi=120, metadata=FORMATS[ending])
 
 
-def draw_importance(path: Path, layers: Sequence[Mapping[str, Any]], title: str, *, overwrite: bool = True) -> None:
-    """Draw a bar for each layer's share of the curvature, first layer on top.
-
-    Args:
-        path: The file to write, in the format that it ends in.
-        layers: Of each, `layer` and `share`.
-        title: One line above the figure.
-        overwrite: Whether a file that is there may be replaced.
-    """
-    figure = Figure(figsize=(7, 1.2 + 0.28 * len(layers)), layout="constrained")
-    axes = figure.subplots()
-    names, shares = [layer["layer"] for layer in layers], [100 * layer["share"] for layer in layers]
-    bars = axes.barh(range(len(layers)), shares, color="C0")
-    axes.bar_label(bars, fmt="%.1f", padding=3, fontsize=8)
-    axes.set_yticks(range(len(layers)), map(_plain, names), fontsize=8)
-    axes.invert_yaxis()
-    axes.set(xlabel="% of the trace", title=_plain(title), xlim=(0, 1.12 * max(shares, default=1.0)))
-    axes.spines[["top", "right"]].set_visible(False)
-    save_figure(path, figure, overwrite=overwrite)
+def _styled(size: float, salt: str) -> AbstractContextManager[None]:
+    """Draw as we do, whatever the settings of the program around us; the same chart is then the same bytes."""
+    context: AbstractContextManager[None] = style.context(
+        {**_STYLE, "font.size": size, "svg.hashsalt": salt}, after_reset=True
+    )
+    return context
 
 
-@dataclass(frozen=True)
-class FrontierPoint:
-    """One point of a frontier.
+def _draw(axes: Axes, chart: Chart) -> None:
+    """Draw lines, their marks where they are few, labelled points, and the ring."""
+    for curve in chart.curves:
+        x, y = zip(*curve.points, strict=True)
+        if curve.joined and len(x) > 1:
+            axes.plot(x, y, color=curve.colour, gid="line", clip_on=False, **_look(curve))
+        if any(map(any, curve.deviations)):
+            across, along = zip(*curve.deviations, strict=True)
+            axes.errorbar(x, y, along, across, fmt="none", ecolor=curve.colour, elinewidth=0.8, capsize=2, alpha=0.6)
+        hollow = curve.style == "plain"
+        marker: dict[str, Any] = {
+            "marker": "o", "linestyle": "none", "clip_on": False, "color": COLOURS["page"] if hollow else curve.colour,
+            "markeredgecolor": curve.colour if hollow else COLOURS["page"], "markeredgewidth": 1.8 if hollow else 1.2,
+        }  # fmt: skip
+        if not curve.labels and len(x) <= _MARKED and "beside" not in curve.style:
+            axes.plot(x, y, gid="dot", markersize=6.4, **marker)
+        for (a, b), label in zip(curve.points, curve.labels, strict=False):
+            about = f"dot: {label}: {chart.x.label} {a:.4g}, {chart.y.label} {b:.4g}"
+            axes.plot([a], [b], gid=about, markersize=10, **marker)
+    if chart.chosen is not None:
+        axes.plot(*([value] for value in chart.chosen), "o", gid="ring", clip_on=False, markersize=19,
+                  fillstyle="none", markeredgewidth=1.5, color=COLOURS["ink"])  # fmt: skip
+    _scale(axes, chart)
 
-    Attributes:
-        learned: Its place from left to right.
-        kept: Its place from bottom to top.
-        label: What stands beside it.
-        deviations: How far runs with other seeds lie from it, likewise: a standard deviation; 0 of one run.
-    """
 
-    learned: float
-    kept: float
-    label: str
-    deviations: tuple[float, float] = (0.0, 0.0)
+def _look(curve: Curve) -> dict[str, Any]:
+    if curve.labels:
+        return {"linewidth": 1.4, "alpha": 0.55, "linestyle": "-" if curve.joined else "none"}
+    if "beside" in curve.style:
+        return {"linewidth": 1.6, "linestyle": (0, (2, 5)), "alpha": 0.85}
+    return {"linewidth": 2.2, "linestyle": (0, (9, 5)) if "again" in curve.style else "-"}
 
 
-def draw_frontier(
-    path: Path,
-    curves: Mapping[str, Sequence[FrontierPoint]],
-    plain: FrontierPoint | None,
-    knee: tuple[FrontierPoint, str] | None,
-    labels: tuple[str, str],
-    falling: tuple[bool, bool],
-    title: str,
-) -> None:
-    """Draw what is kept against what is learned, the better of both up and to the right.
+def _scale(axes: Axes, chart: Chart) -> None:
+    """Let both axes hold all that is drawn, with few and round numbers."""
+    axes.set(xlabel=chart.x.label, ylabel=chart.y.label)
+    axes.grid(visible=True, axis="y", clip_on=False)
+    axes.update_datalim([(value, 0) for value in chart.x.holds], updatey=False)
+    axes.update_datalim([(0, value) for value in chart.y.holds], updatex=False)
+    if any(curve.labels for curve in chart.curves):
+        axes.margins(0.06, 0.03, tight=False)
+    sides = ("x", axes.xaxis, chart.x), ("y", axes.yaxis, chart.y)
+    for name, axis, shown in sides:
+        axes.set(**{f"{name}scale": "log" if shown.log else "linear"})
+        axis.minorticks_off()
+        round_steps = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], integer=shown.whole)
+        axis.set_major_locator(LogLocator(numticks=7) if shown.log else round_steps)
+        axis.set_major_formatter(FuncFormatter(_number))
+    for name, axis, shown in sides:
+        if shown.limits is not None:
+            low, high = getattr(axes, f"get_{name}lim")()
+            axes.set(**{f"{name}lim": (max(low, shown.limits[0]), min(high, shown.limits[1]))})
+        axis.set_inverted(shown.falling)
 
-    Args:
-        path: The file to write, in the format that it ends in.
-        curves: By name, the points of each in the order in which they are joined.
-        plain: The run without a penalty.
-        knee: The point to mark, and what to say there.
-        labels: Of the axes: what is learned, what is kept.
-        falling: Whether less is better of each.
-        title: One line above the figure.
-    """
-    figure = Figure(figsize=(7.5, 5.5), layout="constrained")
-    axes = figure.subplots()
-    drawn: list[tuple[str, Sequence[FrontierPoint], dict[str, Any]]]
-    drawn = [(name, points, {"marker": "o"}) for name, points in curves.items()]
-    if plain is not None:
-        drawn.append(("plain fine-tuning", [plain], {"marker": "s", "color": "0.4", "linestyle": "none"}))
-    for name, points, style in drawn:
-        x, y = [point.learned for point in points], [point.kept for point in points]
-        (line,) = axes.plot(x, y, label=_plain(name), markersize=5, **style)
-        spread = [point.deviations for point in points]
-        if any(map(any, spread)):
-            axes.errorbar(
-                x, y, xerr=[d[0] for d in spread], yerr=[d[1] for d in spread], fmt="none", ecolor=line.get_color(),
-                elinewidth=0.8, capsize=2, alpha=0.6,
-            )  # fmt: skip
-        for point in points:
-            if knee is not None and point is knee[0]:
-                continue  # its label says more
-            axes.annotate(
-                point.label, (point.learned, point.kept), xytext=(-5, -11), textcoords="offset points", ha="right",
-                fontsize=8, color=line.get_color(),
-            )  # fmt: skip
-    axes.margins(0.14)
-    axes.set(xlabel=_plain(labels[0]), ylabel=_plain(labels[1]), title=_plain(title))
-    for turn, invert in zip(falling, (axes.invert_xaxis, axes.invert_yaxis), strict=True):
-        if turn:
-            invert()
-    if knee is not None:
-        at, said = knee
-        axes.plot([at.learned], [at.kept], "o", markersize=14, fillstyle="none", color="black", markeredgewidth=1.6)
-        left, right = axes.get_xlim()
-        on_the_right = (at.learned - left) / (right - left) > 0.5
-        axes.annotate(
-            _plain(said), (at.learned, at.kept), xytext=(8 if on_the_right else -8, 12), textcoords="offset points",
-            ha="right" if on_the_right else "left", fontweight="bold",
-            path_effects=[withStroke(linewidth=3, foreground="white")],
-        )  # fmt: skip
-    if drawn:
-        axes.legend(frameon=False, loc="lower left")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)
-    save_figure(path, figure)
+
+def _place(axes: Axes, top: float) -> None:
+    """Leave room around the axes for the numbers beside them, and take as many of those below as do not touch."""
+    beside, below = (_CHARACTER * max(map(len, _texts(axis))) for axis in (axes.yaxis, axes.xaxis))
+    left, right, bottom = 12 + beside, max(14, below / 2 + 2), 52
+    axes.set_position((left / _WIDTH, bottom / _HEIGHT, 1 - (left + right) / _WIDTH, 1 - (top + bottom) / _HEIGHT))
+    ticks, limits = axes.get_xticks(), axes.get_xlim()
+    every = math.ceil((below + _CHARACTER) * (len(ticks) - 1) / (_WIDTH - left - right))
+    axes.set_xticks(ticks[:: max(1, every)])
+    axes.set_xlim(limits)
+
+
+def _texts(axis: Any) -> list[str]:
+    return [_number(value) for value in axis.get_majorticklocs()]
+
+
+def _label(figure: Figure, axes: Axes, chart: Chart) -> None:
+    """Write the label of each point where there is room for it, that of the chosen one first."""
+    if not any(curve.labels for curve in chart.curves):
+        return
+    figure.draw_without_rendering()  # only then is it known where everything lies
+    left, bottom, right, top = axes.get_window_extent().extents
+    inside = Bbox.from_extents(left, bottom, right, top + 20)
+    points = [axes.transData.transform(point) for curve in chart.curves for point in curve.points]
+    taken = [Bbox.from_bounds(a - 7, b - 7, 14, 14) for a, b in points]
+    lines = [line.get_path().transformed(axes.transData) for line in axes.lines if line.get_gid() == "line"]
+    labelled = [pair for curve in chart.curves for pair in zip(curve.points, curve.labels, strict=False)]
+    for point, label in sorted(labelled, key=lambda pair: pair[0] != chart.chosen):
+        note = axes.annotate(label, point, (0, 0), textcoords="offset points", color=COLOURS["ink"])
+        for right, up, ha, va in _BESIDE:
+            note.set(position=(right, up), ha=ha, va=va)
+            box = note.get_window_extent()
+            free = not box.count_overlaps(taken) and not any(line.intersects_bbox(box, filled=False) for line in lines)
+            if free and inside.contains(*box.min) and inside.contains(*box.max):
+                taken.append(box)
+                break
+        else:
+            note.remove()
+
+
+def _number(value: float, _position: int | None = None) -> str:
+    """Return the number at a tick."""
+    size = abs(value)
+    if size < 10_000:
+        return signed(f"{value:.6g}")
+    unit, mark = (1e9, "G") if size >= 1e9 else (1e6, "M") if size >= 1e6 else (1e3, "k")
+    return signed(f"{value / unit:.6g}{mark}")

@@ -7,14 +7,12 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from markupsafe import Markup
-
-from ewc_finetune.reporting.charts import Curve, bar
-from ewc_finetune.reporting.comparison import Group, draw_frontier
+from ewc_finetune.reporting.comparison import PLAIN, Group, frontier_chart, frontier_figure
 from ewc_finetune.reporting.figure import Figure, draw_losses, draw_scores, styles
 from ewc_finetune.reporting.layers import Layers, layers_of
 from ewc_finetune.reporting.measures import ACCURACY, LOSS, NOTHING, PERPLEXITY, Measure, measure_of, signed
 from ewc_finetune.reporting.outcome import Outcome, new_domain, sentence
+from ewc_finetune.reporting.plots import Curve
 from ewc_finetune.reporting.provenance import Fact, Origin, origins, run_facts
 
 
@@ -39,10 +37,11 @@ class KeyFigure:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar of a domain."""
+    """One bar of a domain: its length is a share of the longest, and None where there is a number alone."""
 
     name: str
-    drawing: Markup
+    share: float | None
+    style: str
     text: str
     change: str = ""
 
@@ -103,7 +102,7 @@ def section_of(outcome: Outcome, group: Group) -> Section:
         scores=_scores(outcome),
         unmeasured=_unmeasured(outcome),
         unlike_plain=_unlike(group, outcome),
-        figures=[figure for figure in (draw_scores(outcome, plain, measure), draw_losses(outcome.run)) if figure],
+        figures=[figure for figure in (draw_scores(outcome, plain, measure), draw_losses(outcome)) if figure],
         frontier=frontier if len(group.outcomes) == 1 else None,
         no_frontier=_no_frontier(outcome) if len(group.outcomes) == 1 and frontier is None else "",
         layers=layers_of(outcome),
@@ -187,7 +186,7 @@ def _domains(outcome: Outcome, plain: Outcome | None, measure: Measure) -> list[
                 continue
             style = {"before": f"{colours[name]} was", "plain": "plain"}.get(label, colours[name])
             change = measure.change(values[name, "before"], value) if label != "before" else ""
-            bars.append(Bar(label, bar((value or 0.0) / (most or 1.0), style), measure.text(value), change))
+            bars.append(Bar(label, (value or 0.0) / (most or 1.0), style, measure.text(value), change))
         found.append(DomainBars(name, "new" if name == outcome.new else "old", bars))
     return found
 
@@ -200,9 +199,9 @@ def _probes(outcome: Outcome) -> list[DomainBars]:
         name = str(probe.get("data") or probe.get("anchor") or "an anchor")
         bars = []
         if share is not None:
-            bars.append(Bar("as before", bar(share, "k0"), f"{100 * share:.1f}%"))
+            bars.append(Bar("as before", share, "k0", f"{100 * share:.1f}%"))
         if divergence is not None:
-            bars.append(Bar("divergence", Markup(""), f"{signed(f'{divergence:.3g}')} nats"))
+            bars.append(Bar("divergence", None, "", f"{signed(f'{divergence:.3g}')} nats"))
         found.append(DomainBars(name, samples, bars))
     return found
 
@@ -269,14 +268,12 @@ def _trials(outcome: Outcome) -> Figure | None:
     taken = (outcome.found["lambda_search"]).get("lambda")
     chosen = next((point for strength, point in tried if strength == taken), None)
     curves = [
-        Curve("trials of the search", "k0", [p for _, p in tried], [f"{s:.3g}" for s, _ in tried], joined=True),
-        Curve("plain fine-tuning", "plain", plain, ["plain"] * len(plain)),
+        Curve("trials of the search", "k0", [p for _, p in tried], [f"{s:.3g}" for s, _ in tried]),
+        Curve(PLAIN, "plain", plain, ["plain"] * len(plain), joined=False),
     ]
-    kept_label, learned_label = measure.on("retention", "the old"), measure.on("plasticity", "held-out samples")
-    return draw_frontier(
-        [curve for curve in curves if curve.points], measure, kept_label, learned_label, chosen, rising=measure.rising,
-        before="The short runs of the search for lambda.", ring="the lambda that was taken",
-    )  # fmt: skip
+    curves = [curve for curve in curves if curve.points]
+    chart = frontier_chart(curves, measure, measure.on("retention", "the old"), "held-out samples", chosen)
+    return frontier_figure(chart, "The short runs of the search for lambda. ", "the lambda that was taken")
 
 
 def _no_frontier(outcome: Outcome) -> str:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ewc_finetune.reporting.comparison import Group, grouped
+from ewc_finetune.reporting.comparison import PLAIN, Group, frontier_chart, grouped
+from ewc_finetune.reporting.figure import style_of
 from ewc_finetune.reporting.frontier import knee, pareto
 from ewc_finetune.reporting.measures import NOTHING
 from ewc_finetune.reporting.outcome import Outcome
-from ewc_finetune.reporting.plots import FrontierPoint, draw_frontier
+from ewc_finetune.reporting.plots import Curve, Point, draw_charts
 
 KNEE, BEST, ON = "knee", "best mean", "on the frontier"
 
@@ -48,7 +49,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Spread:
+class SeedStatistics:
     """A figure over runs with several seeds.
 
     Attributes:
@@ -78,9 +79,21 @@ class Position:
     form: str
     strength: float
     rows: tuple[Row, ...]
-    retention: Spread | None
-    plasticity: Spread | None
+    retention: SeedStatistics | None
+    plasticity: SeedStatistics | None
     mean: float | None
+
+    @property
+    def point(self) -> Point | None:
+        """Where it lies on the frontier: what was learned and what was kept."""
+        return (self.plasticity.mean, self.retention.mean) if self.plasticity and self.retention else None
+
+    @property
+    def deviations(self) -> Point:
+        """The standard deviations of both; 0 of a single run."""
+        found = (figure and figure.deviation for figure in (self.plasticity, self.retention))
+        across, along = (deviation or 0.0 for deviation in found)
+        return across, along
 
     @property
     def finished(self) -> int:
@@ -147,7 +160,7 @@ class Tradeoff:
     def _several_seeds(self) -> bool:
         return len({row.seed for row in self.rows}) > 1
 
-    def _text(self, spread: Spread | None, *, kept: bool) -> str:
+    def _text(self, spread: SeedStatistics | None, *, kept: bool) -> str:
         if spread is None or self.group is None:
             return NOTHING
         text = self.group.retention_text(spread.mean) if kept else self.group.measure.text(spread.mean)
@@ -226,7 +239,7 @@ class Tradeoff:
         return {"anchors": of.stack or None, "penalty_form": of.form or None, "lambda": of.strength}
 
     @staticmethod
-    def _spread(name: str, spread: Spread | None, scale: float) -> dict[str, float | None]:
+    def _spread(name: str, spread: SeedStatistics | None, scale: float) -> dict[str, float | None]:
         mean, deviation = (None, None) if spread is None else (spread.mean, spread.deviation)
         return {name: _unscaled(mean, scale), f"{name}_deviation": _unscaled(deviation, scale)}
 
@@ -252,30 +265,22 @@ class Tradeoff:
 
     def draw(self, path: Path, title: str) -> None:
         """Draw the frontier, if a point is known."""
-        points = {n: self._point(p) for n, p in enumerate(self.positions) if p.retention and p.plasticity}
-        if not points or self.group is None:
+        names: dict[str, list[Position]] = {}
+        for position in self.positions:
+            if position.point:
+                names.setdefault(self.curve(position) if position.strength else PLAIN, []).append(position)
+        if not names or self.group is None:
             return
-        curves: dict[str, list[FrontierPoint]] = {}
-        for n, point in points.items():
-            if self.positions[n].strength:
-                curves.setdefault(self.curve(self.positions[n]), []).append(point)
-        plain = next((point for n, point in points.items() if not self.positions[n].strength), None)
-        marked = None
-        if self.knee is not None:
-            bend = self.positions[self.knee]
-            name = f"{self.curve(bend)}, " if len(curves) > 1 else ""
-            marked = (points[self.knee], f"knee: {name}lambda {bend.strength:g}")
-        measure = self.group.measure
-        labels = (measure.on("plasticity", "the new domain"), self.group.retention_unit)
-        falling = (not measure.rising, not (measure.rising or not self.group.old))
-        draw_frontier(path, curves, plain, marked, labels, falling, title)
-
-    def _point(self, position: Position) -> FrontierPoint:
-        if position.retention is None or position.plasticity is None:
-            raise ValueError("a point without scores has no place")
-        deviations = (position.plasticity.deviation or 0.0, position.retention.deviation or 0.0)
-        label = f"{position.strength:g}" if position.strength else ""
-        return FrontierPoint(position.plasticity.mean, position.retention.mean, label, deviations)
+        bend = None if self.knee is None else self.positions[self.knee]
+        curves: list[Curve] = []
+        for name, found in names.items():
+            style = "plain" if name == PLAIN else style_of(sum(curve.name != PLAIN for curve in curves))
+            labels = [("knee: lambda " if p is bend else "") + f"{p.strength:g}" for p in found]
+            points, deviations = [p.point for p in found if p.point], [p.deviations for p in found]
+            curves.append(Curve(name, style, points, labels, name != PLAIN, deviations))
+        chosen = None if bend is None else bend.point
+        chart = frontier_chart(curves, self.group.measure, self.group.retention_unit, "the new domain", chosen)
+        draw_charts(path, [chart], title)
 
 
 def _unscaled(value: float | None, scale: float) -> float | None:
@@ -311,13 +316,13 @@ def _position(stack: str, form: str, strength: float, rows: Sequence[Row], group
     return Position(stack, form, strength, tuple(rows), kept, learned, mean)
 
 
-def _spread(values: Sequence[float | None], group: Group, *, kept: bool) -> Spread | None:
+def _spread(values: Sequence[float | None], group: Group, *, kept: bool) -> SeedStatistics | None:
     numbers = [value for value in values if value is not None]
     if not numbers or len(numbers) < len(values):
         return None
     shares = kept and not group.old  # of probes
     mean = statistics.fmean(numbers) if shares else group.measure.mean(numbers)
-    return None if mean is None else Spread(mean, statistics.stdev(numbers) if len(numbers) > 1 else None)
+    return None if mean is None else SeedStatistics(mean, statistics.stdev(numbers) if len(numbers) > 1 else None)
 
 
 def _frontier(positions: Sequence[Position], group: Group | None) -> tuple[set[int], int | None]:

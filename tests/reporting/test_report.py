@@ -25,7 +25,6 @@ from support.run_folders import (
 
 import ewc_finetune
 from ewc_finetune.errors import EwcError, StorageError
-from ewc_finetune.reporting.charts import MOST_POINTS, linear_axis, log_axis, thinned
 from ewc_finetune.reporting.measures import MINUS, NOTHING
 from ewc_finetune.reporting.outcome import new_domain
 from ewc_finetune.runs.record import read_run
@@ -310,28 +309,6 @@ def test_a_long_history_makes_a_small_page(tmp_path):
     assert made.path.stat().st_size < 60_000
 
 
-def test_thinning_keeps_the_extremes():
-    points = [(float(n), math.sin(n)) for n in range(10_000)] + [(10_000.0, 7.0)]
-    kept = thinned(points)
-    assert len(kept) <= MOST_POINTS
-    assert kept == sorted(kept)
-    assert max(y for _, y in kept) == 7.0
-    assert min(y for _, y in kept) == min(y for _, y in points)
-
-
-@pytest.mark.parametrize("values", [[0.0], [5.0, 5.0], [1e-12, 3e-12], [-3.0, 1e9], [97.1, 97.2], [0.0, 1e-300]])
-def test_axes_hold_their_values_with_few_round_numbers(values):
-    for whole in (False, True):
-        axis = linear_axis("x", values, whole=whole)
-        assert axis.low <= min(values) <= max(values) <= axis.high
-        assert 2 <= len(axis.ticks) <= 9
-        assert len({text for _, text in axis.ticks}) == len(axis.ticks)
-    if min(values) > 0:
-        axis = log_axis("x", values)
-        assert axis.low <= min(values) * 1.001
-        assert axis.high >= max(values) * 0.999
-
-
 # Where it goes, and what is refused
 
 
@@ -361,11 +338,11 @@ def test_a_run_named_twice_counts_once(tmp_path):
     assert len(ewc_finetune.report([tmp_path / "all", tmp_path / "all/a.run"]).parts[0].sections) == 1
 
 
-def test_nothing_heavy_is_imported(tmp_path):
+def test_torch_is_not_imported(tmp_path):
     folder = write_run(tmp_path / "a.run")
     code = (
         "import sys; from ewc_finetune.cli import main; main(['report', sys.argv[1]], standalone_mode=False); "
-        "assert not {'torch', 'matplotlib', 'numpy'} & set(sys.modules)"
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True, capture_output=True)
 

@@ -18,17 +18,26 @@ from typing import IO, Any
 
 from ewc_finetune.errors import CheckpointError
 
-# Weights are stored as they are; what is packed is code, and may be far larger than the file.
+# Bytes, unpacked. torch packs code alone; packed members may be far larger than the file.
 _LARGEST_PACKED = 100 << 20
 _BLOCK = 1 << 20
-# What an archive ends with: its end, before that the place of the record of 64 bits, and before that this record.
+# The records at the end of an archive, from the last one back: the end, the locator of the ZIP64 end, and that end.
 _END = struct.Struct("<4s4H2LH")
 _PLACE_64 = struct.Struct("<4sLQL")
 _END_64 = struct.Struct("<4sQ2H2L4Q")
-# Where torch lets tensors begin, so that they can be mapped, and the field that fills the space before them.
+# torch lets tensors begin at multiples of so many bytes, so that they can be mapped.
 _ALIGNMENT = 64
+# The tag of the extra field with which torch fills the space before a tensor.
 _PADDING = b"FB"
-_LOCAL_HEADER = 30
+# The header before each member.
+_LOCAL = struct.Struct("<4s5H3L2H")
+# The flag of an encrypted member.
+_ENCRYPTED = 1
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+# The attribute of a folder, as MS-DOS has it.
+_FOLDER = 0x10
+# What the end has for the number of entries, the size and the start where the ZIP64 end has them.
+_UNSAID = (0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF)
 
 
 def is_archive(path: Path) -> bool:
@@ -41,9 +50,9 @@ class Archive:
     """The members of a zip archive, by their names in the folder that they share; to be used in a `with`.
 
     Attributes:
-        folder: What all members are in, with its slash; nothing where that is none.
+        folder: The folder that all members are in, with its slash; empty if there is none.
         members: Their sizes in bytes.
-        has_checksums: `torch.serialization.set_crc32_options(False)` leaves them out.
+        has_checksums: Whether there are checksums, which `torch.serialization.set_crc32_options(False)` leaves out.
 
     Raises:
         CheckpointError: if it is damaged, or made to do harm.
@@ -69,7 +78,7 @@ class Archive:
         self.members = {member.filename.removeprefix(self.folder): member.file_size for member in infos}
         self.has_checksums = any(member.CRC for member in infos)
         for member in infos if not self.has_checksums else ():
-            del member.CRC  # zipfile then compares none
+            del member.CRC  # zipfile then compares no checksums
 
     def __enter__(self) -> Archive:
         return self
@@ -115,7 +124,7 @@ class Archive:
             for name in dict.fromkeys([*self.members, *changed]):
                 data = changed[name] if name in changed else self.read(name)
                 member = zipfile.ZipInfo(f"{self.folder}{name}")
-                member.extra = _padding(written.start_dir + _LOCAL_HEADER + len(member.filename.encode()))
+                member.extra = _padding(written.start_dir + _LOCAL.size + len(member.filename.encode()))
                 written.writestr(member, data)
 
     @contextmanager
@@ -173,17 +182,6 @@ class Archive:
             raise self._damaged("its list of members is not where it is said to be")
 
 
-_LOCAL = struct.Struct("<4s5H3L2H")
-_ENCRYPTED = 1
-_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-
-# In the attributes of a member: it is a folder, as MS-DOS says it.
-_FOLDER = 0x10
-
-# What the short end says of entries, size and start where only the long one has room for them.
-_UNSAID = (0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF)
-
-
 def _read(file: IO[bytes], place: int, record: struct.Struct) -> tuple[Any, ...]:
     if place < 0:
         return (b"",) * len(record.unpack(bytes(record.size)))
@@ -197,7 +195,7 @@ def _is_folder(member: zipfile.ZipInfo) -> bool:
 
 
 def _padding(start: int) -> bytes:
-    """Return an extra field with which what follows it begins where torch lets tensors begin."""
+    """Return the extra field behind which a tensor is aligned, for a field that begins at `start`."""
     size = -(start + len(_PADDING) + 2) % _ALIGNMENT
     return _PADDING + struct.pack("<H", size) + bytes(size)
 
@@ -206,7 +204,7 @@ def _check_names(path: Path, names: list[str]) -> None:
     for name in names:
         if ".." in name.split("/") or name.startswith("/") or not name.isprintable() or "\\" in name:
             raise CheckpointError(f"{path} was made to do harm: its archive names {name!r:.100}. Don't use it")
-    # torch's parser takes names that differ in case for the same.
+    # torch's parser ignores the case of names.
     name, times = next(iter(Counter(name.casefold() for name in names).most_common(1)), ("", 0))
     if times > 1:
         raise CheckpointError(

@@ -19,7 +19,7 @@ from ewc_finetune.checkpoint.formats.exported_texts import check_texts
 from ewc_finetune.checkpoint.formats.program import RECORD, Program, silent
 from ewc_finetune.errors import ArchitectureError, CheckpointError
 
-# What building raises of a document that is not as torch writes it.
+# The errors that building raises for a document that is not as torch writes it.
 _MALFORMED = (
     *(KeyError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError),
     *(RuntimeError, RecursionError, SyntaxError, IndexError),
@@ -81,7 +81,7 @@ class TrustedExport(Exported):
     def __init__(self, path: Path) -> None:
         extra, program = _load(path)
         module = program.module()
-        # A graph has one mode, and refuses to be asked for another.
+        # An exported module has one mode, and raises where another is asked for.
         module.train = module.eval = lambda mode=True: module  # type: ignore[method-assign, misc]
         self._graph = module
         self._sizes = dict(_sizes_of(program))

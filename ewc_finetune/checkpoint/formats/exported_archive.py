@@ -32,7 +32,7 @@ _MEMBERS = re.compile(
 )
 _TENSORS = re.compile(r"weight_\d+|tensor_\d+")
 _LARGEST_DOCUMENT = 200 << 20
-# As torch's schema numbers them (`torch/_export/serde/schema.py`).
+# Dtypes by their numbers in torch's schema (`torch/_export/serde/schema.py`).
 DTYPES = {
     **{1: torch.uint8, 2: torch.int8, 3: torch.int16, 4: torch.int32, 5: torch.int64},
     **{6: torch.float16, 7: torch.float32, 8: torch.float64, 13: torch.bfloat16},
@@ -50,12 +50,12 @@ class Stored:
 
     Attributes:
         record: Name of the record, which several tensors may share.
-        dtype: Of its elements.
+        dtype: Its dtype.
         size: Its shape.
-        stride: In elements.
-        offset: Of its first element.
-        is_parameter: Whether it is one.
-        requires_grad: Whether that is trained.
+        stride: Its strides, in elements.
+        offset: Where its first element is, in elements.
+        is_parameter: Whether it is a parameter.
+        requires_grad: Whether that parameter is trained.
     """
 
     record: str
@@ -72,7 +72,7 @@ class Stored:
         Raises:
             RuntimeError, ValueError: if the record is too short for it.
         """
-        if math.prod(self.size) * self.dtype.itemsize > len(record):  # elements may not stand for one another
+        if math.prod(self.size) * self.dtype.itemsize > len(record):  # strides of 0 would make any size of few bytes
             raise ValueError(f"{math.prod(self.size):,} elements in {len(record):,} bytes")
         if 0 in self.size:
             return torch.empty(self.size, dtype=self.dtype)
@@ -123,10 +123,10 @@ def write_exported(
     """Write an archive with other weights; the program stays as it is, to the byte.
 
     Args:
-        path: Of the archive.
-        target: Of the new one.
-        weights: As `read_exported` gave them.
-        state: The new ones by name.
+        path: The archive.
+        target: The file to write.
+        weights: Where its weights are, as `read_exported` gave them.
+        state: The new weights by name.
         extra: Texts beside the program.
 
     Raises:
@@ -199,7 +199,7 @@ def _whole(number: object) -> int:
 
 
 def _tensors(archive: Archive, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
-    """Read all tensors; those that are the same one in the archive are the same one in memory."""
+    """Read all tensors; names of one tensor in the archive are names of one tensor in memory."""
     records: dict[str, bytearray] = {}
     known: dict[Stored, Tensor] = {}
     for name, one in stored.items():

@@ -26,23 +26,19 @@ from ewc_finetune.checkpoint.formats.operators import is_computation
 _SCHEMA = 8
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PATH = re.compile(r"[A-Za-z_0-9-]+(\.[A-Za-z_0-9-]+)*")
-# What graphs take from Python, by module.
+# The functions of `operator`, `math` and `torch` that compute sizes in graphs.
 _OPERATORS = frozenset(
     """
     getitem add sub mul floordiv truediv mod pow neg pos eq ne lt le gt ge and_ or_ xor not_ lshift rshift
     """.split()
 )
-_MATH = frozenset(
-    """
-    ceil floor trunc sqrt
-    """.split()
-)
+_MATH = frozenset({"ceil", "floor", "trunc", "sqrt"})
 _SYMBOLIC = frozenset(
     """
     sym_int sym_float sym_max sym_min sym_not sym_ite sym_sum sym_fresh_size _sym_sqrt
     """.split()
 )
-# Operators that call a graph within the graph under a mode of torch's.
+# Operators that call a graph within the graph, under autocast or with gradients off.
 _WRAPPERS = ("torch.ops.higher_order.wrap_with_set_grad_enabled", "torch.ops.higher_order.wrap_with_autocast")
 _LAYOUTS = {7: torch.strided}
 _MEMORY = {
@@ -85,7 +81,7 @@ def build_graph(program: Mapping[str, Any], tensors: Mapping[str, Tensor], state
     graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(_arguments(in_spec, inputs), in_spec, out_spec)))
     graph.lint()
     built = fx.GraphModule(root, graph)
-    for name, tensor in tensors.items():  # it took those that it computes with, and made all of them its state
+    for name, tensor in tensors.items():  # GraphModule copied only those that the graph uses, all as persistent
         _register(built, name, tensor, name in state)
     return built
 
@@ -228,7 +224,7 @@ class _Builder:
         return self.graph.get_attr(name)
 
 
-# Arguments that are lists of such.
+# Kinds of arguments that are lists, with the kind of their items.
 _LISTS = {
     "as_tensors": "as_tensor",
     "as_nested_tensors": "as_tensors",
@@ -265,7 +261,7 @@ def _device(told: Mapping[str, Any]) -> torch.device:
     return torch.device(told["type"]) if told.get("index") is None else torch.device(told["type"], told["index"])
 
 
-# Values that are said in the document itself.
+# Kinds of arguments whose values stand in the document itself.
 _PLAIN_VALUES: dict[str, Callable[[Any], Any]] = {
     "as_none": lambda told: None,
     "as_int": _whole,

@@ -23,7 +23,7 @@ _FUNCTIONS = frozenset(
     StrictLessThan Symbol ToFloat TruncToFloat TruncToInt Tuple Unequality Where ceiling floor
     """.split()
 )
-# Of a guard: what it asks an input for.
+# The methods of an input that guards call.
 _METHODS = frozenset({"size", "stride", "dim", "storage_offset"})
 _NODES = (
     *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.Call, ast.keyword, ast.Tuple, ast.Subscript, ast.Attribute),

@@ -6,7 +6,8 @@ from functools import cache
 
 import torch
 
-# Of `prim` those that look at values or end the program; the others call elsewhere, print, or are of torch's passes.
+# Operators of `prim` that look at values or end the program. Its others call other code, print, or belong to torch's
+# passes over a graph.
 _OF_PRIM = frozenset(
     """
     Uninitialized NumToTensor RaiseException EnumName EnumValue TupleIndex TupleUnpack StringIndex IfThenElse
@@ -15,7 +16,7 @@ _OF_PRIM = frozenset(
     nbytes rangelist requires_grad shape tolist type unchecked_cast unchecked_unwrap_optional
     """.split()
 )
-# Names with an underscore in front are torch's own business, some of which checks no bounds, but for these.
+# Operators with an underscore in front that are allowed. The others are internal to torch; some check no bounds.
 _INNER = frozenset(
     """
     __and__ __contains__ __derive_index __getitem__ __interpolate __is__ __isnot__ __lshift__ __not__ __or__
@@ -32,8 +33,8 @@ _INNER = frozenset(
     _weight_norm_interface
     """.split()
 )
-# Of the others those that read or write files, the memory of another tensor or what everybody shares, or print, and
-# those that make a character of a number: texts are printed, and looked at before.
+# Operators that read or write files, another tensor's memory or global state, or print, and those that make characters
+# of numbers: texts may be printed, and are only checked where they stand in the code.
 _REFUSED = frozenset(
     """
     backward chr percentFormat save from_file manual_seed seed initial_seed set_grad_enabled set_ set set_data
@@ -43,7 +44,7 @@ _REFUSED = frozenset(
 )
 _REFUSED_PARTS = ("_backward", "cudnn_", "fbgemm_", "miopen_", "mkldnn", "mps_", "quantize", "shallow_copy", "sparse_")
 _OF_TORCHVISION = frozenset({"deform_conv2d", "nms", "ps_roi_align", "ps_roi_pool", "roi_align", "roi_pool"})
-# An operator of a later torch that takes something so called may touch files.
+# Arguments by which an operator of a later torch may touch files.
 _FILES = frozenset({"filename", "file"})
 
 

@@ -28,7 +28,7 @@ class Pickled(Program):
     def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], metadata: ModelMetadata) -> None:
         """See `Checkpoint`."""
         setattr(self.module, _KEY, metadata.to_json())
-        # The module itself is what is pickled: its tensors are those of the state for as long as that takes.
+        # The module itself is pickled, and has the tensors of the state while it is.
         tensors = {n: t for n, t in self.module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
         before = {name: tensor.data for name, tensor in tensors.items()}
         try:

@@ -16,7 +16,7 @@ from ewc_finetune.errors import ArchitectureError
 from ewc_finetune.modules.finite import check_model
 from ewc_finetune.storage.atomic import sha256
 
-# What ewc-ft knows of the model is a text of this name beside the program.
+# The name of the text beside the program that has the model's metadata.
 RECORD = "ewc_ft.json"
 
 
@@ -33,7 +33,7 @@ class Program(SingleFile):
 
     def __init__(self, path: Path, module: nn.Module, metadata: ModelMetadata) -> None:
         flags = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
-        if any(flags.values()):  # without any they say nothing: such files come from under torch.no_grad
+        if any(flags.values()):  # a file that was made under torch.no_grad has no flag set, which means nothing
             frozen = [name for name, trained in flags.items() if not trained]
             metadata = replace(metadata, frozen=list(dict.fromkeys([*metadata.frozen, *frozen])))
         super().__init__(str(path), sha256(path), metadata)

@@ -34,7 +34,7 @@ class Sharded(Weights):
     def __init__(self, path: Path) -> None:
         self._index: dict[str, Any] = json.loads(path.read_bytes())
         self._shards: list[tuple[str, dict[str, str]]] = []
-        self._others: dict[str, dict[str, Tensor]] = {}  # what the index does not name
+        self._others: dict[str, dict[str, Tensor]] = {}  # tensors that the index does not name
         state: dict[str, Tensor] = {}
         shards = self._index["weight_map"].values()
         if not all(isinstance(name, str) for name in shards):

@@ -20,7 +20,8 @@ from ewc_finetune.checkpoint.formats.weights import Weights, merged
 from ewc_finetune.errors import CheckpointError, StorageError
 from ewc_finetune.storage.atomic import atomic_write
 
-# Under what names a larger document has the weights, in the order of preference: averaged ones are those that are used.
+# The entries of a larger document that may be the weights, in the order of preference: averaged weights come first, for
+# they are those that are deployed.
 ENTRIES = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "model")
 _KEY = "ewc_ft"
 
@@ -30,7 +31,7 @@ class StateDict(Weights, SingleFile):
 
     Args:
         label: See `Checkpoint`.
-        sha256: Likewise.
+        sha256: See `Checkpoint`.
         document: What the file holds.
         path: The keys that lead to the state dict in it; none if it is one itself.
         remarks: See `Checkpoint`.
@@ -147,7 +148,7 @@ def save_object(temporary: Path, path: Path, saved: object) -> None:
     """
     with temporary.open("wb") as file:
         try:
-            # To an open file: given a path, torch would write the temporary name into the archive.
+            # The file is open because torch would write the temporary path's name into the archive.
             torch.save(saved, file)
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):

@@ -17,7 +17,7 @@ from ewc_finetune.errors import CheckpointError
 # The pickles of a torch.save archive and of TorchScript, with the folder that the tensors of each are in.
 _PICKLES = {"data.pkl": ("data",), "constants.pkl": ("constants", "data")}
 _LARGEST_PICKLE = 100 << 20
-# Bytes of an element.
+# Bytes of an element, by the class of the storage.
 _SIZES = {
     **dict.fromkeys(("UntypedStorage", "ByteStorage", "CharStorage", "BoolStorage"), 1),
     **dict.fromkeys(("QInt8Storage", "QUInt8Storage", "QUInt4x2Storage", "QUInt2x4Storage"), 1),

@@ -17,7 +17,7 @@ from ewc_finetune.checkpoint.formats.program import RECORD, Program, silent
 from ewc_finetune.checkpoint.formats.torchscript_code import find_refused, is_printable
 from ewc_finetune.errors import CheckpointError
 
-# What torch.jit.save writes. Anything else may be of a format of long ago, whose code lies elsewhere.
+# The members that torch.jit.save writes. Archives of torch's first releases have others, with code in other places.
 _MEMBERS = re.compile(
     r"version|byteorder|\.data/.+|extra/.+|data/\d+|constants/\d+|traced_inputs/\d+|(data|constants|traced_inputs)\.pkl|"
     r"code/.+\.py(\.debug_pkl)?"
@@ -56,11 +56,11 @@ class TorchScript(Program):
 
     def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], metadata: ModelMetadata) -> None:
         """See `Checkpoint`."""
-        extra, module = _load(self.path, self._extra)  # the program as it was, its mode included
+        extra, module = _load(self.path, self._extra)  # loaded again, so that its mode is as it was
         module.load_state_dict(state)
         extra[RECORD] = metadata.to_text()
         with silent():
-            # Into memory: given a path, torch would write the temporary name into the archive.
+            # Into memory, because torch would write the temporary path's name into the archive.
             temporary.write_bytes(module.save_to_buffer(_extra_files=extra))
 
 
@@ -79,10 +79,10 @@ def _strange(name: str, archive: Archive) -> str | None:
     """Say what is strange about a member that is no code."""
     if not _MEMBERS.fullmatch(name):
         return f"its archive has {name!r:.100}"
-    if name not in ("data.pkl", "constants.pkl"):  # torch reads no other, and these were found to be whole
+    if name not in ("data.pkl", "constants.pkl"):  # torch unpickles no others
         return None
     content = archive.read(name)
-    if _CLASSES in content:  # which have setters of their own, in C++
+    if _CLASSES in content:  # such classes restore their state in C++
         return "it has an object of a class of torch's own"
     texts = (value for _, value, _ in pickletools.genops(content) if isinstance(value, str))
     return next((f"it has the text {text!r:.40}" for text in texts if not is_printable(text)), None)

@@ -22,12 +22,12 @@ _BUILTINS = frozenset(
     tuple enumerate zip min max abs sum sorted reversed round pow divmod ord Device
     """.split()
 )
-# What torch calls a function or class of the archive by, where it gives it another name.
+# Names such as `_0`, which torch gives to functions and classes of the archive within its code.
 _ALIAS = re.compile(r"_\d+")
 _RUN_AT_LOAD = ("__setstate__", "__getstate__")
-# Methods that torch prints as such, though no code defines them.
+# Methods that torch prints though no code of the archive defines them.
 _METHODS = frozenset({"tolist"})
-# Names that stand for many things, of which one only may be meant.
+# Names that only stand in front of another one (`torch.relu`), and never by themselves.
 _ROOTS = ("torch", "ops", "__torch__", "CONSTANTS")
 _CUSTOM = "classes"
 _NEVER_PRINTED = (ast.Import, ast.ImportFrom, ast.Lambda, ast.Global, ast.Nonlocal, ast.JoinedStr, ast.NamedExpr)
@@ -137,7 +137,7 @@ def _names_an_attribute(call: ast.Call) -> bool:
 
 
 def is_printable(text: str) -> bool:
-    """Whether a text that a program may print has nothing in it for a terminal to obey."""
+    """Whether a text that a program may print has no control characters for a terminal."""
     return text.replace("\n", "").replace("\t", "").isprintable()
 
 
@@ -156,7 +156,7 @@ def _is_allowed(chain: tuple[str, ...]) -> bool:
         return len(chain) == 2 and is_computation("aten", chain[1])
     if chain[0] == "ops":
         return len(chain) == 3 and is_computation(chain[1], chain[2])
-    if chain[0] == "CONSTANTS":  # a method of one would be an operator's
+    if chain[0] == "CONSTANTS":  # a third part would be a method of a constant, which is an operator
         return len(chain) == 2
     if chain[0] == "__torch__":
         return chain[1:3] != ("torch", _CUSTOM) and not any(map(is_refused, chain[1:]))

@@ -107,7 +107,7 @@ class HuggingFace(Checkpoint):
         check_model(model, f"{self.label}: ")
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in self.metadata.frozen)
-        model.config.use_cache = False  # what it would keep for generation is of no use here
+        model.config.use_cache = False  # the keys and values of earlier tokens serve generation alone
         self.task = task_of_class(kind.__name__, self._config, self.folder)
         self.versions = {"transformers": require_transformers().__version__}
         self.metadata = replace(self.metadata, classes=self.metadata.classes or list(self.task.classes or ()) or None)

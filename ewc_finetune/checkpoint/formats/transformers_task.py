@@ -32,7 +32,7 @@ def task_of(model: nn.Module) -> ModelTask | None:
 
         try:
             cached = try_to_load_from_cache(name, "config.json")
-        except HFValidationError:  # a path that is there no more
+        except HFValidationError:  # the path of a folder that was removed
             return None
         if not isinstance(cached, str):
             return None
@@ -54,7 +54,7 @@ def task_of_class(name: str, config: Any, folder: Path) -> ModelTask:
     elif getattr(config, "problem_type", None) == "regression" or len(names) == 1:
         likelihood, told = "gaussian", False
     length = getattr(config, "max_position_embeddings", None)
-    # Models of this family count positions from behind the padding index.
+    # Models of the RoBERTa family number positions from 2 on, behind the padding index.
     kept = 2 if getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert") else 0
     return ModelTask(
         folder, kind, likelihood, names if told else None, length - kept if isinstance(length, int) else None

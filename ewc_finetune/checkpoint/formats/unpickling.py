@@ -16,18 +16,20 @@ from typing import IO, Any
 from ewc_finetune.checkpoint.formats.archive import Archive, is_archive
 from ewc_finetune.errors import CheckpointError
 
-# A tensor takes some thirty: this is a checkpoint of some sixty thousand.
+# A tensor takes some 30 opcodes, so that this is a checkpoint of some 60,000 tensors.
 _MOST_OPCODES = 2_000_000
-# Values that wait to be put into something: what holds others gets them a thousand at a time.
+# Values on the stack. A pickler writes the items of a list or dictionary a thousand at a time.
 _MOST_WAITING = 100_000
+# Marks on the stack: lists, dictionaries and tuples that are begun and not yet made.
 _MOST_OPEN = 1_000
-# Of tuples within tuples, and of all their parts counted wherever they come.
+# Levels of tuples within tuples.
 _DEEPEST = 100
+# Parts of a tuple and of the tuples in it, each counted as often as it occurs.
 _LARGEST = 1_000_000
-# A file from before torch 1.6 is pickles after one another: two numbers, a dictionary, the checkpoint, its keys.
+# A file from before torch 1.6 has five pickles: two numbers, a dictionary, the checkpoint, its keys.
 _PICKLES = 5
 
-# Of anything but a tuple: its depth, and how many it counts for.
+# Depth and number of parts of anything but a tuple.
 _PLAIN = (0, 1)
 _GETS = {"GET", "BINGET", "LONG_BINGET"}
 _PUTS = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}
@@ -50,7 +52,7 @@ def check_pickle(file: Path | Archive) -> None:
             _check(pickled, path)
         except CheckpointError:
             raise
-        except Exception as error:  # pickletools raises what comes
+        except Exception as error:  # pickletools raises errors of many kinds
             reason = str(error) or type(error).__name__
             raise NoPickleError(
                 f"{path} is not a checkpoint that can be read: its pickle is none ({reason:.200}). Copy it again, whole"
@@ -75,9 +77,10 @@ def _pickles(file: Path | Archive) -> Iterator[IO[bytes]]:
 
 
 def _check(pickled: IO[bytes], path: Path) -> None:
-    """Follow what a pickle puts on its stack: of tuples how deep and how large they are, of the rest that it is there.
+    """Follow what a pickle puts on its stack, and how deep and how large its tuples are.
 
-    A tuple holds what was there before it, so that these figures never change; what else may hold others can be no key.
+    A tuple holds what was there before it, so that both are known when it is made. Lists and dictionaries can be no
+    keys, so that nothing hashes what they hold.
     """
     stack: list[tuple[int, int]] = []
     marks: list[int] = []
@@ -118,7 +121,7 @@ def _effect(opcode: pickletools.OpcodeInfo) -> tuple[bool, int, list[tuple[int, 
 
 
 _EFFECTS = {opcode.name: _effect(opcode) for opcode in pickletools.opcodes}
-# How many values go into a tuple; None: all down to a mark.
+# How many values each opcode makes a tuple of; None stands for all down to a mark.
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "TUPLE": None}
 
 

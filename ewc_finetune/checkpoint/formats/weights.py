@@ -20,8 +20,8 @@ class Weights(Stateful):
 
     Args:
         label: See `Checkpoint`.
-        sha256: Likewise.
-        metadata: Likewise.
+        sha256: See `Checkpoint`.
+        metadata: See `Checkpoint`.
         state: Parameters and buffers, on the CPU.
         remarks: See `Checkpoint`.
 
@@ -92,7 +92,7 @@ def _built(text: str, trusted: bool, remarks: list[str]) -> nn.Module:
     try:
         with uninitialised():
             return build(text, trusted=trusted, note=remarks.append)
-    except ArchitectureError:  # what a constructor makes of its weights may need real ones
+    except ArchitectureError:  # a constructor that computes with its weights may need initialised ones
         return build(text, trusted=trusted, note=remarks.append)
 
 
@@ -122,7 +122,7 @@ def _fit(model: nn.Module, state: Mapping[str, Tensor], label: str, architecture
                 f"{name} has shape {tuple(value.shape)} in the checkpoint and {tuple(slots[name].shape)} in the "
                 "architecture"
             )
-    # A tied parameter may be stored under one of its names alone.
+    # A tied parameter may be stored under only one of its names.
     problems += [
         f"{name} {tuple(slot.shape)} is in the architecture but not in the checkpoint"
         for name, slot in slots.items()

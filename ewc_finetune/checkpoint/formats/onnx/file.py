@@ -14,7 +14,7 @@ from ewc_finetune.checkpoint.formats.program import Program, silent
 from ewc_finetune.errors import ArchitectureError, CheckpointError, few
 from ewc_finetune.storage.atomic import sha256
 
-if TYPE_CHECKING:  # an extra: what is not there is said when a file needs it
+if TYPE_CHECKING:  # onnx is an extra; that it is missing is said when a file needs it
     from onnx import ModelProto, TensorProto
 
     from ewc_finetune.checkpoint.formats.onnx.links import Link, Links
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # an extra: what is not there is said when a file needs it
 
 _KEY = "ewc_ft"
 
-# A protobuf message cannot be larger.
+# Bytes of the largest protobuf message.
 _LARGEST = (2 << 30) - 1
 
 
@@ -37,7 +37,7 @@ class Onnx(Program):
 
     def __init__(self, path: Path) -> None:
         model, beside = _read(path)
-        # Let go of when the model is built: its weights would be there twice.
+        # Released when the model is built, so that the weights are not in memory twice.
         self._model: ModelProto | None = model
         self._links: tuple[Link, ...] = ()
         text = next((entry.value for entry in model.metadata_props if entry.key == _KEY), None)
@@ -100,7 +100,7 @@ def _read(path: Path) -> tuple[ModelProto, list[Path]]:
     try:
         model.ParseFromString(path.read_bytes())
         files = _fetch(model, path)
-        onnx.checker.check_model(str(path))  # of the model it would make two more copies
+        onnx.checker.check_model(str(path))  # given the model itself, it would copy it twice
     except CheckpointError:
         raise
     except Exception as error:

@@ -31,9 +31,9 @@ class Link:
     """A tensor of the model's state that a tensor of the file holds.
 
     Attributes:
-        name: In the model's state.
-        source: In the file's graph.
-        transposed: Whether the model has it the other way round.
+        name: Its name in the model's state.
+        source: Its name in the file's graph.
+        transposed: Whether the model has it transposed.
         scale: What the model has multiplied it by.
         places: The nodes that use it, by their place in the file's graph, each with the number of its input.
         trained: Whether it is a parameter; else it is a running statistic.
@@ -151,7 +151,7 @@ def write_back(model: ModelProto, links: Sequence[Link], state: Mapping[str, Ten
             if after.shape != before.shape:
                 _resize(model, before.shape, after.shape)
             continue
-        # An exporter makes one tensor of equal ones: of weights and statistics that are so no more, it is two again.
+        # Exporters store equal tensors once. A weight and a statistic that differ after training need two again.
         names = {tensor.name for tensor in model.graph.initializer}
         name = next(n for n in (f"{entry.source}.{number}" for number in range(len(names) + 1)) if n not in names)
         own = model.graph.initializer.add()
@@ -175,7 +175,7 @@ def _resize(model: ModelProto, before: Sequence[int], after: Sequence[int]) -> N
     dims = model.graph.output[0].type.tensor_type.shape.dim
     if dims and dims[-1].dim_value in changed:
         dims[-1].dim_value = changed[dims[-1].dim_value]
-    del model.graph.value_info[:]  # shapes on the way, which say nothing that the graph doesn't
+    del model.graph.value_info[:]  # shapes of intermediate values, which follow from the graph
 
 
 def _link(uses: Sequence[_Use], value: Tensor, label: str) -> Link:
@@ -234,7 +234,7 @@ def _uses(module: fx.GraphModule, lowered: Lowered) -> list[_Use]:
 
 
 def _inputs(part: nn.Module) -> tuple[str, ...]:
-    mapping: Any = part.onnx_mapping  # which the converter was asked to leave there
+    mapping: Any = part.onnx_mapping  # `_convert` asks onnx2torch to attach it
     return tuple(mapping.inputs)
 
 
@@ -256,7 +256,7 @@ def _absorbed(part: nn.Module, node: NodeProto) -> list[tuple[nn.Module, str, st
     and what it was multiplied by.
     """
     prefix = ""
-    if isinstance(part, nn.Sequential):  # a padding, and the convolution
+    if isinstance(part, nn.Sequential):  # onnx2torch makes a padded convolution of two layers
         prefix, part = f"{len(part) - 1}.", part[-1]
     if isinstance(part, nn.Linear):
         alpha, beta = (attribute(node, name, 1.0) for name in ("alpha", "beta"))
@@ -290,7 +290,7 @@ class _Neighbours:
         if node.op_type == "Add":  # what is added to the product with a weight is its bias
             other = self.makers.get(node.input[1 - slot])
             return other is not None and other.op_type == "MatMul" and self._has_weight(other)
-        if node.op_type == "Gather" and slot == 0:  # an embedding is looked up by what comes in, a table by anything
+        if node.op_type == "Gather" and slot == 0:  # what the model's input looks up is an embedding
             indices = self.makers.get(node.input[1])
             return indices is None or (indices.op_type == "Cast" and indices.input[0] not in self.makers)
         return (node.op_type, slot) in _WEIGHTS

@@ -18,10 +18,10 @@ from torch import Tensor, fx, nn
 
 from ewc_finetune.errors import ArchitectureError
 
-# The newest set of operators that the converter knows throughout.
+# The newest set of operators that the converter knows all operators of.
 OPSET = 17
 
-# Operators that a later set only gave more element types: up to which version they still are what they were.
+# Operators that newer sets only gave more element types, each with the newest version that did no more.
 _MORE_TYPES = {
     **dict.fromkeys(
         ("Conv", "ConvTranspose", "Cos", "Dropout", "Elu", "Equal", "GlobalAveragePool", "HardSigmoid", "HardSwish"), 22
@@ -134,7 +134,7 @@ def lower(model: ModelProto) -> Lowered:
     for place, node in enumerate(graph.node):
         for slot, name in enumerate(node.input):
             node.input[slot] = aliases.get(name, name)
-        # Weights are looked for among the initializers, under one name each.
+        # `link` looks for weights among the initializers, under one name each.
         if node.op_type == "Constant" and node.output[0] in constants and constants[node.output[0]].dims:
             graph.initializer.add().CopyFrom(constants[node.output[0]])
             graph.initializer[-1].name = node.output[0]
@@ -151,7 +151,7 @@ def lower(model: ModelProto) -> Lowered:
         if substitute is not None:
             substitutes[node.name] = substitute
         if node.op_type == "Dropout" or (substitute is not None and node.op_type != "Split"):
-            # One in, one out: the substitute is put in its place, or nothing.
+            # An Identity, in whose place the substitute is put; a Dropout stays one.
             node.op_type = "Identity"
             del node.input[1:], node.attribute[:]
         _lower_node(node, opset, constants)
@@ -203,7 +203,7 @@ def _says_no_more(node: NodeProto, opset: int, constants: Mapping[str, TensorPro
     if node.op_type == "Dropout" and len(node.output) > 1:
         return False
     if node.op_type == "Reshape" and attribute(node, "allowzero", 0):
-        # With no zero in the shape it says nothing.
+        # `allowzero` matters only where the shape has a zero.
         shape = constants.get(node.input[1])
         return shape is not None and 0 not in _numbers(shape) and since <= _MORE_TYPES["Reshape"]
     if since <= OPSET or since <= _MORE_TYPES.get(node.op_type, 0) or node.op_type in _SUBSTITUTES:
@@ -272,7 +272,7 @@ def _plain_resize(node: NodeProto, _: Mapping[str, TensorProto]) -> bool:
     return not attribute(node, "antialias", 0) and not attribute(node, "axes") and policy == b"stretch"
 
 
-# Operators whose later versions can say more: up to which, and whether a node says what an older one could.
+# Operators whose newer versions can do more: the newest version, and whether a node does only what older ones could.
 _OLDER: dict[str, tuple[int, Callable[[NodeProto, Mapping[str, TensorProto]], bool]]] = {
     **{
         f"Reduce{kind}": (20, _constant_axes)
