@@ -66,7 +66,7 @@ class Engine:
         """Return how many samples of this shape are small enough to be worth no more than one chunk."""
         plan = self.plan(inputs)
         if plan.rest or any(isinstance(module, torch.jit.ScriptModule) for module in self.model.modules()):
-            return 1  # the fallback has chunks of its own, and what TorchScript allocates does not show
+            return 1  # the fallback has chunks of its own, and what TorchScript allocates is not seen
         return budget(tensors(inputs)[0].device) // (4 * max(plan.elements, 1))
 
     def squares(
@@ -136,7 +136,7 @@ class Engine:
         if not ruled:
             outputs = self._forward(plan, inputs)
             return outputs, fisher_of(outputs), {}, []
-        # What was not used before must be seen if it is used now.
+        # Parameters that had no use before are watched too, in case they have one now.
         watched = {**ruled, **{name: self.parameters[name] for name in plan.unused}}
         mask = None if isinstance(inputs, Tensor) else inputs.get("attention_mask")
         wanted = {

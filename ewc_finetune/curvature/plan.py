@@ -32,7 +32,7 @@ from ewc_finetune.modules.precision import wide
 # How far rules and autograd may differ, in the norm of a parameter's squares: rounding differs with the batch, and a
 # ReLU may fall on its other side.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
-# The same in half precision.
+# How far they may differ in half precision.
 _HALF_TOLERANCE = 0.2
 
 # Each call with a rule, and where its tensors hold the samples, if that can be told.

@@ -153,7 +153,7 @@ def _check_independence(model: nn.Module, together: Tensor, singles: list[Tensor
         rounding = 1e-4 if together.dtype in (torch.float32, torch.float64) else 5e-2
         difference = wide(together.detach() - alone).abs().max().item()
         scale = wide(together.detach()).abs().max().clamp(min=1e-6).item()
-        if not difference > rounding * scale:  # NaN is somebody else's to report
+        if not difference > rounding * scale:  # NaN is reported with the outputs of all samples
             return
         seen = f"they differ by {difference:.2g}, where the largest is {scale:.2g}"
     layers = [name for name, m in model.named_modules() if getattr(m, "track_running_stats", True) is False]

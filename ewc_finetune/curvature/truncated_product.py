@@ -57,9 +57,9 @@ class Cut:
 
     def _multiplied(self, difference: Tensor, shares: _Shares) -> Tensor:
         """Multiply by these."""
-        matrix = difference.T if self.turned else difference  # a row for each of wide's
+        matrix = difference.T if self.turned else difference  # its rows are of the wide factor
         narrow, wide, coarse = (factor.vectors.to(matrix) for factor in self.factors)
-        # With P on narrow's eigenvectors D = D P + D (1 - P), and of the second most is multiplied by one number.
+        # D = D P + D (1 - P), P projecting on narrow's eigenvectors; most of D (1 - P) is multiplied by one number.
         columns = matrix @ narrow
         rows = (coarse.T @ matrix).mul_(shares.left)
         within = (wide.T @ columns).mul_(shares.both)

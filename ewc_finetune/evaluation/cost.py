@@ -20,7 +20,7 @@ from ewc_finetune.modules.batch import Batch
 TRIED = 3
 # A pass of fewer batches than this is not timed a second time.
 _SHORT = 4
-# Of a pass of at least so many batches several are tried, to tell what each takes from what is done once.
+# A pass of at least so many batches is tried with several, to tell what each takes from what is done once.
 _LONG = 10
 
 
