@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset, default_collate
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.images import ImageFiles
 from ewc_finetune.data.texts import Generated, Texts, TextStream
-from ewc_finetune.errors import DataError, UsageError
+from ewc_finetune.errors import DataError, UsageError, first_line
 from ewc_finetune.likelihood.base import IGNORED
 from ewc_finetune.modules.task import ModelTask
 
@@ -273,8 +273,9 @@ def _tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0][:200]
-        raise DataError(f"{folder} has no tokenizer that can be read ({reason}); save one into it") from error
+        raise DataError(
+            f"{folder} has no tokenizer that can be read ({first_line(error)}); save one into it"
+        ) from error
 
 
 def _processor(folder: Path) -> Any:
@@ -288,5 +289,4 @@ def _processor(folder: Path) -> Any:
     try:
         return AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0][:200]
-        raise DataError(f"{folder}: its image processor cannot be read ({reason})") from error
+        raise DataError(f"{folder}: its image processor cannot be read ({first_line(error)})") from error

@@ -16,7 +16,7 @@ from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 from torch import Tensor, fx, nn
 
 from ewc_finetune.checkpoint.formats.onnx.lowering import Lowered, attribute, safe_name, tensors
-from ewc_finetune.errors import ArchitectureError, CheckpointError
+from ewc_finetune.errors import ArchitectureError, CheckpointError, first_line
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -131,8 +131,7 @@ def read_tensor(tensor: TensorProto, label: str) -> Tensor:
     try:
         return torch.from_numpy(numpy_helper.to_array(tensor).copy())
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0][:200]
-        raise CheckpointError(f"{label}: its tensor {tensor.name!r} cannot be read ({reason})") from error
+        raise CheckpointError(f"{label}: its tensor {tensor.name!r} cannot be read ({first_line(error)})") from error
 
 
 def write_back(model: ModelProto, links: Sequence[Link], state: Mapping[str, Tensor], label: str) -> None:
