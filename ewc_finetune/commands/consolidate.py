@@ -29,7 +29,7 @@ from ewc_finetune.curvature.fisher import Fisher, compute_fisher
 from ewc_finetune.curvature.importance import importance_by_layer
 from ewc_finetune.curvature.kronecker_factors import check_rank
 from ewc_finetune.curvature.options import ConsolidateOptions
-from ewc_finetune.data.domain import Batch, Domain, Fingerprint
+from ewc_finetune.data.domain import Domain, Fingerprint
 from ewc_finetune.data.input_spec import feed
 from ewc_finetune.data.sources import resolve_domain
 from ewc_finetune.errors import Mistakes, UsageError
@@ -40,7 +40,7 @@ from ewc_finetune.evaluation.presenting import presented
 from ewc_finetune.evaluation.probe import take_probe
 from ewc_finetune.likelihood.base import Likelihood
 from ewc_finetune.likelihood.registry import get_likelihood
-from ewc_finetune.modules.batch import count, take
+from ewc_finetune.modules.batch import Batch, count, take
 from ewc_finetune.modules.devices import choose_device, on_device, random_state_kept
 from ewc_finetune.modules.finite import cpu_copy
 from ewc_finetune.modules.modes import normalisation_layers

@@ -25,7 +25,7 @@ from ewc_finetune.curvature.standard_error import RunningError, StandardError
 from ewc_finetune.errors import ArchitectureError, DataError, DeviceError, NonFiniteError, UsageError
 from ewc_finetune.likelihood.base import Likelihood
 from ewc_finetune.likelihood.output_fisher import OutputFisher
-from ewc_finetune.modules.batch import Inputs, count, detached, take
+from ewc_finetune.modules.batch import Batch, Inputs, count, detached, take
 from ewc_finetune.modules.devices import out_of_memory, random_state_kept
 from ewc_finetune.modules.modes import evaluating, unchanged, uncompiled
 from ewc_finetune.progress import Bar
@@ -75,7 +75,7 @@ class FisherOptions:
     """What `compute_fisher` is asked for."""
 
     model: nn.Module = option(help="Maps a batch of inputs to outputs, each sample by itself.")
-    batches: Iterable[tuple[Inputs, Tensor | None]] = option(
+    batches: Iterable[Batch] = option(
         help="Inputs and labels (or None) on the model's device. `batched` squares the mean of each as it comes."
     )
     likelihood: Likelihood = option(help="Turns outputs into log p(y | x).")

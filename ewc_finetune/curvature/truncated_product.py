@@ -64,8 +64,8 @@ class Cut:
         rows = (coarse.T @ matrix).mul_(shares.left)
         within = (wide.T @ columns).mul_(shares.both)
         along = columns.mul_(shares.aside).addmm_(wide, within).addmm_(coarse, rows @ narrow, alpha=-1)
-        found = (matrix * shares.rest).addmm_(coarse, rows).addmm_(along, narrow.T)
-        return found.T if self.turned else found
+        product = (matrix * shares.rest).addmm_(coarse, rows).addmm_(along, narrow.T)
+        return product.T if self.turned else product
 
 
 class _Shares(NamedTuple):

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ewc_finetune.data.domain import Batch, Domain
+from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.transform import Transform
 from ewc_finetune.errors import ArchitectureError, DataError
-from ewc_finetune.modules.batch import Inputs, call, each
+from ewc_finetune.modules.batch import Batch, Inputs, call, each
 from ewc_finetune.modules.devices import random_state_kept
 from ewc_finetune.modules.modes import evaluating, unchanged
 from ewc_finetune.storage.signals import safe_point

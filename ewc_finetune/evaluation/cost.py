@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ewc_finetune.data.domain import Batch, Domain
+from ewc_finetune.data.domain import Domain
+from ewc_finetune.modules.batch import Batch
 
 # How many batches are tried; the first takes longer than the others.
 TRIED = 3

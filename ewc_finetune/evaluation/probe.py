@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ewc_finetune.anchor.probe_tensors import Probe
-from ewc_finetune.data.domain import Batch, Domain
+from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.input_spec import InputSpec, dtype_of
 from ewc_finetune.errors import AnchorMismatchError, DataError, NonFiniteError
 from ewc_finetune.evaluation.bound_domain import BoundDomain
@@ -25,7 +25,7 @@ from ewc_finetune.likelihood.active import Active
 from ewc_finetune.likelihood.base import IGNORED, Likelihood
 from ewc_finetune.likelihood.categorical import PerToken
 from ewc_finetune.likelihood.registry import get_likelihood
-from ewc_finetune.modules.batch import Inputs, call, count, each, take
+from ewc_finetune.modules.batch import Batch, Inputs, call, count, each, take
 from ewc_finetune.modules.devices import out_of_memory, random_state_kept
 from ewc_finetune.modules.modes import evaluating, unchanged
 from ewc_finetune.modules.precision import wide
