@@ -25,11 +25,6 @@ def few(things: Sequence[str], between: str = ", ") -> str:
     return between.join([*things[:_NAMED], *more])
 
 
-def first_line(error: Exception) -> str:
-    """Return the first line of what an error says, 200 characters at most; its class where it says nothing."""
-    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
-
-
 class EwcError(Exception):
     """Anything this package refuses or cannot do; exit code 1."""
 
