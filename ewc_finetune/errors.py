@@ -119,6 +119,11 @@ class OccupiedError(StorageError):
     """A place that was taken by another file while what was to be there was made, which is kept elsewhere."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error of another library says, 200 characters at most; else its class."""
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """Say which known word was probably meant, and list them all; for the end of an error message."""
     choices = sorted(known)

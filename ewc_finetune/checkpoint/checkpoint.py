@@ -107,6 +107,7 @@ class Checkpoint(ABC):
         ending: How its files end.
         remarks: What a reader should know of the file.
         state: Its tensors by name, where it holds weights alone.
+        path: Where it is on this machine: its file, the index of several, or its folder.
         address: Where on the Hub it is from, at its commit.
         task: What the model is for, where the format says; known once it is built.
         versions: Versions of the packages, beside torch, that give its tensors their names.
@@ -115,6 +116,7 @@ class Checkpoint(ABC):
 
     format: str
     ending: str
+    path: Path
     state: Mapping[str, Tensor] = MappingProxyType({})
     address: HubAddress | None = None
     task: ModelTask | None = None

@@ -33,7 +33,7 @@ from ewc_finetune.checkpoint.formats.weights import Weights
 from ewc_finetune.checkpoint.location import Location, fetch, locate, means_model
 from ewc_finetune.checkpoint.torchvision_weights import transform_of_weights
 from ewc_finetune.data.transform import Assumption, Transform
-from ewc_finetune.errors import CheckpointError
+from ewc_finetune.errors import CheckpointError, first_line
 from ewc_finetune.hub.address import HubAddress
 from ewc_finetune.hub.anchor_files import peek
 from ewc_finetune.hub.repository import look_up
@@ -179,16 +179,19 @@ def load_checkpoint(place: str | Location, *, trust_code: bool = False) -> Check
     location = locate(place)
     if isinstance(location, Path):
         checkpoint = _load_path(location, trust_code, str(location))
+        checkpoint.path = location
         checkpoint.remarks += changed_since_written(location, checkpoint.sha256)
         return checkpoint
     repository = look_up(location)
     path, anchor = fetch(repository)
     if anchor is not None:
-        return FromAnchor(Anchor.of_hub(anchor))
-    address = replace(location.at(repository.commit), is_model=location.file is None)
-    checkpoint = _load_path(path, trust_code, str(address))
-    checkpoint.label, checkpoint.address = str(address), address
-    checkpoint.remarks += repository.remarks
+        checkpoint = FromAnchor(Anchor.of_hub(anchor))
+    else:
+        address = replace(location.at(repository.commit), is_model=location.file is None)
+        checkpoint = _load_path(path, trust_code, str(address))
+        checkpoint.label, checkpoint.address = str(address), address
+        checkpoint.remarks += repository.remarks
+    checkpoint.path = path
     return checkpoint
 
 
@@ -236,7 +239,7 @@ def is_anchor(place: str | Location) -> bool:
         return False
     if location.file is None:
         return not means_model(look_up(location))
-    peeked = peek(str(location))
+    peeked = peek(location)
     return peeked is not None and is_of_anchor(peeked.source.metadata)
 
 
@@ -286,9 +289,8 @@ def _unpickle(path: Path, trusted: bool) -> Any:
             ) from error
         raise _no_checkpoint(path) from error
     except (RuntimeError, OSError, EOFError) as error:
-        reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
         raise CheckpointError(
-            f"{path} is not a checkpoint that can be read ({reason}); expected a state dict as "
+            f"{path} is not a checkpoint that can be read ({first_line(error)}); expected a state dict as "
             "torch.save(model.state_dict(), path) writes it, whole"
         ) from error
     except Exception as error:  # a file that is no pickle may raise anything

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ewc_finetune.checkpoint import verification
 from ewc_finetune.checkpoint.checkpoint import ModelMetadata
-from ewc_finetune.checkpoint.formats.transformers_folder import HuggingFace
 from ewc_finetune.checkpoint.location import locate, on_this_machine
 from ewc_finetune.checkpoint.open import globals_asked_for, load_checkpoint, open_checkpoint
 from ewc_finetune.errors import ArchitectureError, CheckpointError, few
@@ -96,18 +95,19 @@ def inspect_checkpoint(
     Raises:
         EwcError: naming what is wrong with the file.
     """
-    location, path = locate(file), on_this_machine(file)
+    location = locate(file)
     named = location if isinstance(location, Path) else str(file)
-    unsafe = globals_asked_for(path) if path.is_file() else []
     try:
         checkpoint = load_checkpoint(location, trust_code=trust_code)
     except CheckpointError:
+        path = on_this_machine(location)
+        unsafe = globals_asked_for(path) if path.is_file() else []
         if not unsafe:
             raise
         size = path.stat().st_size
         reason = "not known, since it was not loaded"
         return CheckpointInspection(named, size, "pickle", None, reason, {}, [], [], unsafe, ModelMetadata(), ())
-    state: Mapping[str, Any] = checkpoint.state
+    path, state = checkpoint.path, checkpoint.state
     failed: str | None = None
     layers: list[str] = []
     try:
@@ -120,14 +120,14 @@ def inspect_checkpoint(
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     return CheckpointInspection(
         file=named,
-        bytes=_size(checkpoint.folder if isinstance(checkpoint, HuggingFace) else path),
+        bytes=_size(path),
         format=checkpoint.format,
         architecture=architecture,
         reason=failed,
         weights=_by_dtype(tensors),
         tied=_tied(tensors),
         normalisation=layers,
-        unsafe=unsafe,
+        unsafe=globals_asked_for(path) if path.is_file() else [],
         metadata=checkpoint.metadata,
         remarks=checkpoint.remarks,
         verified=verification.verify(path) if verify else None,

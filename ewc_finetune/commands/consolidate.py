@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from ewc_finetune.curvature.fisher import Fisher, compute_fisher
 from ewc_finetune.curvature.importance import importance_by_layer
 from ewc_finetune.curvature.kronecker_factors import check_rank
 from ewc_finetune.curvature.options import ConsolidateOptions
-from ewc_finetune.data.domain import Batch, Domain, Fingerprint
+from ewc_finetune.data.domain import Domain, Fingerprint
 from ewc_finetune.data.input_spec import feed
 from ewc_finetune.data.sources import resolve_domain
 from ewc_finetune.errors import Mistakes, UsageError
@@ -40,7 +41,7 @@ from ewc_finetune.evaluation.presenting import presented
 from ewc_finetune.evaluation.probe import take_probe
 from ewc_finetune.likelihood.base import Likelihood
 from ewc_finetune.likelihood.registry import get_likelihood
-from ewc_finetune.modules.batch import count, take
+from ewc_finetune.modules.batch import Batch, count, take
 from ewc_finetune.modules.devices import choose_device, on_device, random_state_kept
 from ewc_finetune.modules.finite import cpu_copy
 from ewc_finetune.modules.modes import normalisation_layers
@@ -136,8 +137,8 @@ def plan(options: ConsolidateOptions) -> ConsolidationPlan:
 
 
 @dataclass(frozen=True)
-class _Pass:
-    """A consolidation before its first batch.
+class _Matched:
+    """A model and its data, before the first batch.
 
     Attributes:
         bound: The data, as the model takes it.
@@ -153,7 +154,7 @@ class _Pass:
 
 
 @contextmanager
-def _ready(todo: ConsolidationPlan) -> Iterator[_Pass]:
+def _match(todo: ConsolidationPlan) -> Iterator[_Matched]:
     """Match model and data; the model is on the plan's device inside the block."""
     loaded, seed, progress = todo.loaded, todo.options.seed, todo.options.progress
     with on_device(loaded.model, todo.device), random_state_kept(todo.device, seed):
@@ -163,7 +164,7 @@ def _ready(todo: ConsolidationPlan) -> Iterator[_Pass]:
         say_numbering(domain, loaded, progress)
         bound = bind(loaded, domain, todo.likelihood, todo.device, progress)
         parameters = {n: p for n, p in loaded.model.named_parameters() if n not in todo.excluded}
-        yield _Pass(bound, _subset(domain, todo.limit, seed), parameters, prepared)
+        yield _Matched(bound, _subset(domain, todo.limit, seed), parameters, prepared)
 
 
 def cost(todo: ConsolidationPlan) -> Estimate:
@@ -173,27 +174,25 @@ def cost(todo: ConsolidationPlan) -> Estimate:
         EwcError: if model and data do not suit each other.
     """
     options = todo.options
-    with _ready(todo) as matched:
+    with _match(todo) as matched:
         _probes(todo, matched)
-
-        def take(batches: Iterable[Batch]) -> object:
-            return _fisher(todo, matched, feed(batches, matched.bound.input_spec, todo.loaded.model, todo.device))
-
         tried = None if options.curvature == "identity" else matched.chosen
         size = None if options.samples == "auto" else _count(matched.chosen, todo.limit)
         place = None if options.output is None else Path(options.output)
-        return estimate_consolidation(take, tried, options.batch_size, size, matched.prepared, todo.device, place)
+        return estimate_consolidation(
+            partial(_fisher, todo, matched), tried, options.batch_size, size, matched.prepared, todo.device, place
+        )
 
 
-def _fisher(todo: ConsolidationPlan, found: _Pass, batches: Iterable[Any], **more: Any) -> Fisher:
-    options = todo.options
+def _fisher(todo: ConsolidationPlan, matched: _Matched, batches: Iterable[Batch], **more: Any) -> Fisher:
+    options, model = todo.options, todo.loaded.model
     return compute_fisher(
-        todo.loaded.model,
-        batches,
-        likelihood=found.bound.likelihood,
+        model,
+        feed(batches, matched.bound.input_spec, model, todo.device),
+        likelihood=matched.bound.likelihood,
         estimator=options.estimator,
         kfac=options.kfac_form if options.curvature == "kfac" else None,
-        parameters=found.parameters,
+        parameters=matched.parameters,
         draws=options.draws,
         rules=options.rules,
         **more,
@@ -208,19 +207,19 @@ def run(todo: ConsolidationPlan) -> Anchor:
     """
     options, loaded, progress = todo.options, todo.loaded, todo.options.progress
     fingerprint = Fingerprint()
-    with _ready(todo) as ready:
-        probes = _probes(todo, ready)
-        fisher_pass = _measured(todo, ready, fingerprint)
+    with _match(todo) as matched:
+        probes = _probes(todo, matched)
+        fisher_pass = _measured(todo, matched, fingerprint)
         progress.note(fisher_pass.path)
         accuracy = fisher_pass.scores.get("accuracy")
-        warn_at_chance(ready.bound, loaded, accuracy, fisher_pass.samples, progress, own=True)
+        warn_at_chance(matched.bound, loaded, accuracy, fisher_pass.samples, progress, own=True)
         fisher, storage = rounded(
             {n: value.float().cpu() for n, value in fisher_pass.values.items()}, options.curvature_dtype
         )
         blocks = {block.layer: block.stored(options.kfac_rank, options.kfac_dtype) for block in fisher_pass.blocks}
         provenance = replace(
-            _provenance(todo, ready, fisher_pass, fingerprint),
-            importance=[asdict(layer) for layer in importance_by_layer(fisher, blocks.values(), ready.parameters)],
+            _provenance(todo, matched, fisher_pass, fingerprint),
+            importance=[asdict(layer) for layer in importance_by_layer(fisher, blocks.values(), matched.parameters)],
             curvature_storage=None if storage is None else storage.to_json(),
             weights_reference=todo.reference,
         )
@@ -236,19 +235,19 @@ def run(todo: ConsolidationPlan) -> Anchor:
     return anchor if options.output is None else anchor.save(options.output, overwrite=options.overwrite)
 
 
-def _measured(todo: ConsolidationPlan, ready: _Pass, fingerprint: Fingerprint) -> Fisher:
+def _measured(todo: ConsolidationPlan, matched: _Matched, fingerprint: Fingerprint) -> Fisher:
     """Take the Fisher of all samples that are used."""
     options = todo.options
     if options.curvature == "identity":
-        return _identity(ready.parameters)
+        return _identity(matched.parameters)
     # Whoever may stop at any sample must have met them in no particular order.
     order = torch.Generator().manual_seed(options.seed) if options.samples == "auto" else None
-    batches = _taken(ready.chosen.batches(options.batch_size, order), todo.limit, fingerprint)
-    with options.progress.bar("Fisher", _count(ready.chosen, todo.limit), "sample") as bar:
+    batches = _taken(matched.chosen.batches(options.batch_size, order), todo.limit, fingerprint)
+    with options.progress.bar("Fisher", _count(matched.chosen, todo.limit), "sample") as bar:
         return _fisher(
             todo,
-            ready,
-            feed(batches, ready.bound.input_spec, todo.loaded.model, todo.device),
+            matched,
+            batches,
             rtol=options.rtol if options.samples == "auto" else None,
             generator=torch.Generator().manual_seed(options.seed),
             bar=bar,
@@ -256,8 +255,8 @@ def _measured(todo: ConsolidationPlan, ready: _Pass, fingerprint: Fingerprint) -
         )
 
 
-def _provenance(todo: ConsolidationPlan, ready: _Pass, found: Fisher, fingerprint: Fingerprint) -> Provenance:
-    options, loaded, domain = todo.options, todo.loaded, ready.bound.domain
+def _provenance(todo: ConsolidationPlan, matched: _Matched, fisher: Fisher, fingerprint: Fingerprint) -> Provenance:
+    options, loaded, domain = todo.options, todo.loaded, matched.bound.domain
     lineage, head = options.lineage, options.head
     return Provenance(
         name=options.name or _name_of(domain),
@@ -274,32 +273,32 @@ def _provenance(todo: ConsolidationPlan, ready: _Pass, found: Fisher, fingerprin
             "spec": domain.name,
             "split": domain.split,
             "size": domain.size,
-            "fingerprint": fingerprint.hexdigest() if found.samples else None,
+            "fingerprint": fingerprint.hexdigest() if fisher.samples else None,
         },
         likelihood=options.likelihood or loaded.likelihood,
-        estimator="none" if options.curvature == "identity" else found.estimator,
+        estimator="none" if options.curvature == "identity" else fisher.estimator,
         curvature=options.curvature,
-        draws=options.draws if found.estimator == "sampled" else None,
-        samples=found.samples,
-        standard_error=None if found.standard_error is None else asdict(found.standard_error),
+        draws=options.draws if fisher.estimator == "sampled" else None,
+        samples=fisher.samples,
+        standard_error=None if fisher.standard_error is None else asdict(fisher.standard_error),
         batch_size=options.batch_size,
         seed=options.seed,
         excluded=todo.excluded,
         normalisation={"statistics": "frozen", "layers": list(normalisation_layers(loaded.model))},
         lineage=loaded.metadata.lineage if lineage is None else list(lineage),
-        scores=found.scores,
-        input=ready.bound.input_spec.to_json(),
+        scores=fisher.scores,
+        input=matched.bound.input_spec.to_json(),
         head=loaded.metadata.head if head is None else head,
         classes=loaded.metadata.classes if domain.classes is None else list(domain.classes),
     )
 
 
-def _probes(todo: ConsolidationPlan, ready: _Pass) -> tuple[Probe, ...]:
+def _probes(todo: ConsolidationPlan, matched: _Matched) -> tuple[Probe, ...]:
     """Take the probe that is asked for, and say what that means."""
-    n, domain, progress = todo.options.probe, ready.bound.domain, todo.options.progress
+    n, domain, progress = todo.options.probe, matched.bound.domain, todo.options.progress
     if n == 0:
         return ()
-    probe = take_probe(todo.loaded.model, ready.bound, n, todo.options.seed, todo.device)
+    probe = take_probe(todo.loaded.model, matched.bound, n, todo.options.seed, todo.device)
     if probe.samples < n:
         progress.note(
             f"{domain.name} has {probe.samples:,} samples, and all are kept: fewer than the {n:,} of the probe"

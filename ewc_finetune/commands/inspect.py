@@ -12,7 +12,7 @@ from ewc_finetune.anchor.schema import open_source
 from ewc_finetune.anchor.summary import Inspection, count_parameters
 from ewc_finetune.curvature.importance import LayerImportance, importance_by_layer
 from ewc_finetune.errors import AnchorError
-from ewc_finetune.hub.address import HubAddress, is_address
+from ewc_finetune.hub.address import HubAddress, is_address, parse_address
 from ewc_finetune.hub.anchor_files import Peeked, peek
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.reporting.plots import draw_importance, figure_format
@@ -47,7 +47,7 @@ def inspect(
     if plot is not None:
         figure_format(Path(plot))
         check_output(Path(plot), overwrite, [file], note=progress.note)
-    there = _on_the_hub(file) if is_address(file) else None
+    there = _on_the_hub(parse_address(file)) if is_address(file) else None
     source = open_source(Path(file)) if there is None else there.source
     anchor = Anchor.of(source, Path(file)) if there is None else Anchor.of(source, place=there.place)
     origin = anchor.provenance
@@ -75,12 +75,12 @@ def inspect(
     return found
 
 
-def _on_the_hub(file: str) -> Peeked:
+def _on_the_hub(address: HubAddress) -> Peeked:
     """Look at an anchor on the Hub."""
-    found = peek(file)
-    if found is None:
-        raise AnchorError(f"{file} is no anchor, which is a safetensors file or the index of several")
-    return found
+    peeked = peek(address)
+    if peeked is None:
+        raise AnchorError(f"{address} is no anchor, which is a safetensors file or the index of several")
+    return peeked
 
 
 def _importance(anchor: Anchor) -> list[LayerImportance]:

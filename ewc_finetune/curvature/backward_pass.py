@@ -201,7 +201,7 @@ class RuledPass:
         for block in watched.blocks:
             watched.uses.pop(block.layer.bias or "", None)
         self.blocks += watched.blocks
-        watched.batch_first(made.output.detach())  # of the size that was expected
+        watched.batch_first(made.output.detach())  # raises an error if it has another size than expected
         edge = get_gradient_edge(made.output)
         self._hooks.append(made.output.register_hook(self._receiver(watched)))  # type: ignore[no-untyped-call]
         self._latest = (watched, edge)

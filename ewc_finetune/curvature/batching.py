@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch import Tensor
 
 from ewc_finetune.errors import DataError
-from ewc_finetune.modules.batch import Inputs, count, signature
-
-Batch = tuple[Inputs, Tensor | None]
+from ewc_finetune.modules.batch import Batch, Inputs, count, named, signature
 
 
 def gathered(batches: Iterable[Batch], wanted: Callable[[Inputs], int]) -> Iterator[Batch]:
@@ -32,12 +29,12 @@ def gathered(batches: Iterable[Batch], wanted: Callable[[Inputs], int]) -> Itera
             raise DataError(f"a batch has {size} inputs and {len(targets)} labels; expected as many")
         if not size:
             continue
-        found = (signature(inputs), None if targets is None else (targets.shape[1:], targets.dtype))
-        if held and (found != kind or together + size > most):
+        own = (signature(inputs), None if targets is None else (targets.shape[1:], targets.dtype))
+        if held and (own != kind or together + size > most):
             yield _joined(held)
             held, together = [], 0
-        if found != kind:
-            kind, most = found, wanted(inputs)
+        if own != kind:
+            kind, most = own, wanted(inputs)
         held.append((inputs, targets))
         together += size
         if together + size > most:  # another one like this would not fit: don't wait for it
@@ -50,10 +47,7 @@ def gathered(batches: Iterable[Batch], wanted: Callable[[Inputs], int]) -> Itera
 def _joined(batches: list[Batch]) -> Batch:
     if len(batches) == 1:
         return batches[0]
-    first, labels = batches[0]
-    inputs: Inputs
-    if isinstance(first, Tensor):
-        inputs = torch.cat([part for part, _ in batches if isinstance(part, Tensor)])
-    else:
-        inputs = {name: torch.cat([part[name] for part, _ in batches if isinstance(part, dict)]) for name in first}
-    return inputs, None if labels is None else torch.cat([targets for _, targets in batches if targets is not None])
+    parts = [named(inputs) for inputs, _ in batches]
+    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    labels = [targets for _, targets in batches if targets is not None]
+    return joined.get("", joined), torch.cat(labels) if labels else None

@@ -109,26 +109,24 @@ class CallRecorder(TorchFunctionMode):
         if func in _TRANSPARENT:
             with self:
                 return _unguarded(func)(*args, **kwargs)
+        if func in _DROPOUT or func is functional.scaled_dot_product_attention:
+            self._refuse_randomness(func, args, kwargs)
+        elif func is functional.batch_norm:
+            self._refuse_batch_statistics(args, kwargs)
         rule = FUNCTION_RULES.get(func)
-        if rule is None or self._hidden or not self._tracked(args, kwargs):
-            if func in _DROPOUT or func is functional.scaled_dot_product_attention:
-                self._refuse_randomness(func, args, kwargs)
-            elif func is functional.batch_norm:
-                self._refuse_batch_statistics(args, kwargs)
-            result = func(*args, **kwargs)
-            self.elements += sum(tensor.numel() for tensor in _tensors(result))
+        if rule is not None and (self._hidden or not self._tracked(args, kwargs)):
+            rule = None
+        form = func if rule is None else self._forms.get(func, func)
+        if self._repeated and rule is not None and func is functional.embedding and self._repeats(args[1:2]):
+            args = (_repeat(args[0], self._batch), *args[1:])
+        result = form(*args, **kwargs)
+        self.elements += sum(tensor.numel() for tensor in _tensors(result))
+        if rule is None:
             if not self._hidden:
                 self._note(func, result, args, kwargs)
-            return result
-        if func is functional.batch_norm:
-            self._refuse_batch_statistics(args, kwargs)
-        if self._repeated and func is functional.embedding and self._named(args[1:2]) in self._repeated:
-            args = (_repeat(args[0], self._batch), *args[1:])
-        output = self._forms.get(func, func)(*args, **kwargs)
-        self.elements += sum(tensor.numel() for tensor in _tensors(output))
-        if isinstance(output, Tensor) and output.requires_grad:
-            self._apply(func, rule, output, args, kwargs)
-        return output
+        elif isinstance(result, Tensor) and result.requires_grad:
+            self._apply(func, rule, result, args, kwargs)
+        return result
 
     def _apply(self, func: Any, rule: Rule, output: Tensor, args: Any, kwargs: Any) -> None:
         """Ask the rule about a call, and report it."""
@@ -150,12 +148,11 @@ class CallRecorder(TorchFunctionMode):
         if makers:
             self._report(Call(_name(func), makers, output, not self._flows_on((args, kwargs))))
 
-    def _named(self, args: Any) -> str | None:
-        return self._names.get(id(args[0])) if args else None
+    def _repeats(self, args: Any) -> bool:
+        return any(self._names.get(id(arg)) in self._repeated for arg in args)
 
     def _tracked(self, args: Any, kwargs: Any) -> bool:
-        names = self._names
-        return any(id(arg) in names for arg in args) or any(id(arg) in names for arg in kwargs.values())
+        return any(id(arg) in self._names for arg in (*args, *kwargs.values()))
 
     def _flows_on(self, args: Any) -> bool:
         return any(tensor.requires_grad and id(tensor) not in self._names for tensor in _tensors(args))

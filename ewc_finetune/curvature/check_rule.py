@@ -31,7 +31,7 @@ def check_rule(module: nn.Module, *inputs: Any, tolerance: float | None = None) 
         outputs = module(*inputs)
     vectors = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(outputs)
     with torch.no_grad():
-        found = dict(MODULE_RULES[type(module)](module, inputs, vectors) or {})
+        ours = dict(MODULE_RULES[type(module)](module, inputs, vectors) or {})
     batch = len(outputs)
     expected: dict[str, list[Tensor]] = {name: [] for name in parameters}
     for n in range(batch):
@@ -42,13 +42,13 @@ def check_rule(module: nn.Module, *inputs: Any, tolerance: float | None = None) 
             expected[name].append(torch.zeros_like(parameter) if gradient is None else gradient)
     for name, each in expected.items():
         truth = torch.stack(each)
-        if name not in found:
-            raise AssertionError(f"{name}: the rule gives no gradient for it, only for {', '.join(found) or 'nothing'}")
-        if found[name].shape != truth.shape:
+        if name not in ours:
+            raise AssertionError(f"{name}: the rule gives no gradient for it, only for {', '.join(ours) or 'nothing'}")
+        if ours[name].shape != truth.shape:
             raise AssertionError(
-                f"{name}: the rule's gradients have shape {tuple(found[name].shape)}; expected {tuple(truth.shape)}"
+                f"{name}: the rule's gradients have shape {tuple(ours[name].shape)}; expected {tuple(truth.shape)}"
             )
-        difference, norm = (found[name] - truth).norm().item(), truth.norm().item()
+        difference, norm = (ours[name] - truth).norm().item(), truth.norm().item()
         allowed = torch.finfo(truth.dtype).eps ** 0.5 / 4 if tolerance is None else tolerance
         if not difference <= allowed * norm:
             raise AssertionError(

@@ -89,17 +89,17 @@ def _product(gradient: Tensor, columns: Tensor, shape: Sequence[int], out: Tenso
     flat = None if out is None else out.view(len(columns), shape[0], -1)
     if len(columns) == 1:
         # bmm has kernels of its own, which are slower for a single large matrix.
-        found = torch.mm(gradient[0].flatten(1), columns[0].T, out=None if flat is None else flat[0])
+        gradients = torch.mm(gradient[0].flatten(1), columns[0].T, out=None if flat is None else flat[0])
     else:
-        found = torch.bmm(gradient.flatten(2), columns.mT, out=flat)
-    return found.view(len(columns), *shape)
+        gradients = torch.bmm(gradient.flatten(2), columns.mT, out=flat)
+    return gradients.view(len(columns), *shape)
 
 
 def _by_groups(convolution: Convolution, shape: Sequence[int], inputs: Tensor, gradient: Tensor) -> Tensor:
     """Make one convolution of the batch in which each sample's channels are groups of their own."""
     batch = len(inputs)
     weight = inputs.new_empty(1).expand(batch * shape[0], *shape[1:])  # only its shape is read
-    found: Tensor = torch.ops.aten.convolution_backward(
+    gradients: Tensor = torch.ops.aten.convolution_backward(
         gradient.reshape(1, batch * gradient.shape[1], *gradient.shape[2:]),
         inputs.reshape(1, batch * inputs.shape[1], *inputs.shape[2:]),
         weight,
@@ -112,4 +112,4 @@ def _by_groups(convolution: Convolution, shape: Sequence[int], inputs: Tensor, g
         batch * convolution.groups,
         [False, True, False],
     )[1]
-    return found.view(batch, *shape)
+    return gradients.view(batch, *shape)

@@ -16,12 +16,12 @@ from ewc_finetune.curvature.batch_dims import CourseChangedError
 from ewc_finetune.curvature.kfac_factors import BlockSums, Layer
 from ewc_finetune.curvature.per_sample_gradients import Workspace, budget
 from ewc_finetune.curvature.plan import Plan, agree, make_plan
-from ewc_finetune.errors import ArchitectureError
+from ewc_finetune.errors import ArchitectureError, first_line
 from ewc_finetune.likelihood.output_fisher import OutputFisher
 from ewc_finetune.modules.batch import Inputs, call, count, each, signature, take, tensors
 from ewc_finetune.modules.devices import out_of_memory
 
-# So many plans are kept: one for each length that sequences have.
+# The most plans that are kept, of which there is one for each length that sequences have.
 _PLANS = 256
 
 
@@ -66,7 +66,7 @@ class Engine:
         """Return how many samples of this shape are small enough to be worth no more than one chunk."""
         plan = self.plan(inputs)
         if plan.rest or any(isinstance(module, torch.jit.ScriptModule) for module in self.model.modules()):
-            return 1  # the fallback has chunks of its own, and what TorchScript allocates does not show
+            return 1  # the fallback has chunks of its own, and what TorchScript allocates is not seen
         return budget(tensors(inputs)[0].device) // (4 * max(plan.elements, 1))
 
     def squares(
@@ -136,7 +136,7 @@ class Engine:
         if not ruled:
             outputs = self._forward(plan, inputs)
             return outputs, fisher_of(outputs), {}, []
-        # What was not used before must be seen if it is used now.
+        # Parameters that had no use before are watched too, in case they have one now.
         watched = {**ruled, **{name: self.parameters[name] for name in plan.unused}}
         mask = None if isinstance(inputs, Tensor) else inputs.get("attention_mask")
         wanted = {
@@ -171,9 +171,9 @@ class Engine:
         inputs: Inputs,
         fisher: OutputFisher,
         n: int,
-        found: Mapping[str, Tensor],
+        by_rules: Mapping[str, Tensor],
     ) -> list[str]:
-        """Compare sample n of the chunk with autograd; return the parameters for which its part `found` differs."""
+        """Compare sample n of the chunk with autograd; return the parameters whose part `by_rules` differs."""
         one = slice(n, n + 1)
         truth = fallback.one_at_a_time(self.model, ruled, _fresh(plan, take(inputs, one)), fisher.vectors(one))
         parts = {name: part[0] for name, (_, part) in truth.items()}
@@ -182,7 +182,7 @@ class Engine:
         return [
             name
             for name, part in parts.items()
-            if not agree(found.get(name, zero), part, ruled[name].dtype, largest, slack=10)
+            if not agree(by_rules.get(name, zero), part, ruled[name].dtype, largest, slack=10)
         ]
 
     def _demote(self, wrong: Sequence[str]) -> None:
@@ -212,8 +212,8 @@ class Engine:
         step = fallback.chunk_size(parameters)
         for start in range(0, count(inputs), step):
             samples = slice(start, start + step)
-            found = self._part(plan, parameters, take(inputs, samples), fisher.vectors(samples))
-            for name, (squares, by_sample) in found.items():
+            part = self._part(plan, parameters, take(inputs, samples), fisher.vectors(samples))
+            for name, (squares, by_sample) in part.items():
                 before = total.get(name)
                 total[name] = (
                     (squares, by_sample)
@@ -229,7 +229,7 @@ class Engine:
             except Exception as error:
                 if out_of_memory(error):
                     raise
-                self._refusal = str(error).strip().partition("\n")[0][:200]
+                self._refusal = first_line(error)
         return fallback.one_at_a_time(self.model, parameters, _fresh(plan, inputs), vectors)
 
     def describe(self, unreached: Iterable[str]) -> str:

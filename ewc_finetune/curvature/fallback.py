@@ -24,8 +24,9 @@ from ewc_finetune.modules.precision import wide
 
 Fallback = Callable[[nn.Module, Mapping[str, Tensor], Inputs, Tensor], Squares]
 
-# Per-sample gradients larger than this leave the cache, or the allocator's reuse of memory, and cost twice the time.
+# Bytes of per-sample gradients on the CPU: more of them leave the cache and cost twice the time.
 _CPU_BYTES = 24 << 20
+# Bytes of per-sample gradients elsewhere: more of them cannot use the allocator's memory again.
 _ACCELERATOR_BYTES = 1 << 30
 
 
@@ -37,7 +38,7 @@ def chunk_size(parameters: Mapping[str, Tensor]) -> int:
 
 
 def vectorised(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, vectors: Tensor) -> Squares:
-    """All samples of the batch at once, by `vmap`; holds one gradient per sample, in float32 when squared."""
+    """Take all samples of the batch at once, by `vmap`; holds one gradient for each, in float32 when squared."""
 
     def squares(values: dict[str, Tensor], sample: Inputs, sample_vectors: Tensor) -> dict[str, Tensor]:
         args, kwargs = arguments(model, each(lambda tensor: tensor[None], sample))
@@ -59,7 +60,7 @@ def vectorised(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Input
 
 
 def one_at_a_time(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, vectors: Tensor) -> Squares:
-    """One sample and one vector after the other, by ordinary autograd: slow, and right where `vmap` refuses."""
+    """Take one sample and one vector after the other, by ordinary autograd: slow, and right where `vmap` refuses."""
     total = {name: torch.zeros_like(wide(p.detach())) for name, p in parameters.items()}
     by_sample = {name: total[name].new_zeros(count(inputs)) for name in parameters}
     with differentiable(model, parameters):
@@ -75,7 +76,7 @@ def one_at_a_time(model: nn.Module, parameters: Mapping[str, Tensor], inputs: In
 def batch_mean(
     model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, fisher_of: Callable[[Tensor], OutputFisher]
 ) -> tuple[Tensor, Squares]:
-    """Square of the batch's mean gradient, times the batch size: not a Fisher, but what published code computes.
+    """Square the batch's mean gradient, times the batch size: not a Fisher, but what published code computes.
 
     The factor makes it a sum over samples like the others, so that dividing by their number gives the mean over
     batches, each weighted by its size. No sample has a part of its own; the sum for each is that of all, shared out.
@@ -96,8 +97,10 @@ def gradients_of(outputs: Tensor, parameters: Mapping[str, Tensor], vector: Tens
     if not outputs.requires_grad:
         return {}
     fitting, scale = fit(vector.reshape(1, *vector.shape), outputs.dtype)
-    found = torch.autograd.grad(outputs, list(parameters.values()), fitting[0], retain_graph=True, allow_unused=True)
+    gradients = torch.autograd.grad(
+        outputs, list(parameters.values()), fitting[0], retain_graph=True, allow_unused=True
+    )
     dense = {
-        n: wide(g.to_dense() if g.is_sparse else g) for n, g in zip(parameters, found, strict=True) if g is not None
+        n: wide(g.to_dense() if g.is_sparse else g) for n, g in zip(parameters, gradients, strict=True) if g is not None
     }
     return dense if scale is None else {name: g * scale.item() for name, g in dense.items()}

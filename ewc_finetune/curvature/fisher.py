@@ -25,17 +25,17 @@ from ewc_finetune.curvature.standard_error import RunningError, StandardError
 from ewc_finetune.errors import ArchitectureError, DataError, DeviceError, NonFiniteError, UsageError
 from ewc_finetune.likelihood.base import Likelihood
 from ewc_finetune.likelihood.output_fisher import OutputFisher
-from ewc_finetune.modules.batch import Inputs, count, detached, take
+from ewc_finetune.modules.batch import Batch, Inputs, count, detached, take
 from ewc_finetune.modules.devices import out_of_memory, random_state_kept
 from ewc_finetune.modules.modes import evaluating, unchanged, uncompiled
 from ewc_finetune.progress import Bar
 from ewc_finetune.specs.options import check_declared, option, takes
 
-# With so many outputs, `auto` still takes the exact estimator: one backward pass for each but one.
+# The most outputs for which `auto` takes the exact estimator, with one backward pass for each but one.
 AUTO_EXACT = 32
-# Fewer samples say too little of their own spread to stop by it.
+# The fewest samples to stop by the standard error of: fewer say too little of their own spread.
 _LEAST_SAMPLES = 200
-# No more samples at once, since a chunk is summed in float32: 512 equal terms may lose 1e-5, a million 1e-2.
+# The most samples of a chunk, which is summed in float32: 512 equal terms may lose 1e-5, a million 1e-2.
 _LARGEST_CHUNK = 512
 # For a small model, adding to the totals would take as long as the pass: so many chunks are added up in float32 before.
 _CHUNKS_TOGETHER = 16
@@ -47,17 +47,17 @@ _PIECE = 1 << 18
 
 @dataclass(frozen=True)
 class Fisher:
-    """What one pass over the data found.
+    """The Fisher of one pass over the data.
 
     Attributes:
         values: The diagonal by parameter name, in the parameter's shape; float64 (float32 on mps). Parameters that are
             in a block are not among them.
-        blocks: The Kronecker-factored blocks, likewise.
+        blocks: The Kronecker-factored blocks, in the same precision.
         samples: How many samples were seen (N).
         scores: `loss` (mean negative log-likelihood of the labels, nats), and `accuracy` where the likelihood has it;
             empty unless every batch has labels.
-        estimator: The one that was used; `auto` is resolved.
-        standard_error: Of the trace, relative to it; None for `batched`, which estimates nothing.
+        estimator: Whose labels were used; never `auto`, of which it is what was chosen.
+        standard_error: The standard error of the trace, relative to it; None for `batched`, which estimates nothing.
         path: How the gradients were taken, for people.
     """
 
@@ -75,7 +75,7 @@ class FisherOptions:
     """What `compute_fisher` is asked for."""
 
     model: nn.Module = option(help="Maps a batch of inputs to outputs, each sample by itself.")
-    batches: Iterable[tuple[Inputs, Tensor | None]] = option(
+    batches: Iterable[Batch] = option(
         help="Inputs and labels (or None) on the model's device. `batched` squares the mean of each as it comes."
     )
     likelihood: Likelihood = option(help="Turns outputs into log p(y | x).")
@@ -182,7 +182,7 @@ class _Pass:
     def __init__(self, options: FisherOptions) -> None:
         self.options = options
         self.parameters = options.chosen_parameters()
-        self.estimator: Estimator = options.estimator  # what it is, once `auto` is resolved
+        self.estimator: Estimator = options.estimator  # `auto` until the outputs are known
         self.generator = options.generator or torch.Generator().manual_seed(0)
         self.engine = Engine(options.model, self.parameters, options.rules)
         self.device = next(iter(self.parameters.values())).device
@@ -336,7 +336,7 @@ class _Pass:
 
     def _refuse(self, by_sample: Tensor) -> None:
         bad = (~by_sample.isfinite()).nonzero().tolist()
-        if not bad:  # each is finite, and only their sum is not: as large as float32 goes
+        if not bad:  # only their sum is too large for float32
             return
         row, sample = bad[0]
         raise NonFiniteError(
@@ -354,7 +354,7 @@ class _Pass:
         self.recent, self.recent_chunks = {}, 0
 
     def result(self) -> Fisher:
-        """Return what was found.
+        """Return the Fisher of all that was added.
 
         Raises:
             DataError: if there was not one sample.

@@ -55,10 +55,10 @@ def importance_by_layer(
         layers.setdefault(layer_of(name), []).append(part)
     sums = {layer: sum(total for _, total, _ in parts) for layer, parts in layers.items()}
     trace = sum(sums.values()) or 1.0
-    found = []
+    importance = []
     for layer, parts in layers.items():
         count = sum(size for size, _, _ in parts)
         peak = max(largest for _, _, largest in parts)
-        found.append(LayerImportance(layer, count, sums[layer] / trace, sums[layer] / max(count, 1), peak))
+        importance.append(LayerImportance(layer, count, sums[layer] / trace, sums[layer] / max(count, 1), peak))
     place = {layer_of(name): number for number, name in enumerate(order)}
-    return sorted(found, key=lambda layer: place.get(layer.layer, len(place)))
+    return sorted(importance, key=lambda layer: place.get(layer.layer, len(place)))

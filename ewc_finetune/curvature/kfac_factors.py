@@ -60,8 +60,8 @@ class BlockSums:
             takes the mean of `a` over those alone.
 
     Attributes:
-        input: Sum over the samples of `a a^T`, as the form has it; what is right of its diagonal is not all there.
-        output: Sum over samples and vectors of `g g^T`, likewise; zero before the first.
+        input: Sum over the samples of `a a^T`, as the form has it, up to the diagonal; see `mirrored`.
+        output: Sum over samples and vectors of `g g^T`, also up to the diagonal; zero before the first.
         by_sample: Each sample's part of the trace of the block.
         norms: Sum over the vectors of the checked sample's squared gradients by the weight, and by the bias.
     """

@@ -93,8 +93,8 @@ class Block:
         narrow, wide, coarse = self._cut.factors
         kept = replace(narrow, rest=0.0)
         left = replace(narrow, eigenvalues=torch.zeros_like(narrow.eigenvalues))
-        found: list[tuple[Factor, Factor]] = [(kept, wide), (left, coarse)]
-        return [(a, g) for g, a in found] if self._cut.turned else found
+        terms: list[tuple[Factor, Factor]] = [(kept, wide), (left, coarse)]
+        return [(a, g) for g, a in terms] if self._cut.turned else terms
 
     def largest(self) -> float:
         """Return its largest eigenvalue, right to a few percent at worst."""

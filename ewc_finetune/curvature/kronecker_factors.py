@@ -180,7 +180,7 @@ class DenseFactor(Factor):
             if kept <= count:
                 rest = (self.trace - held[kept - 1].item()) / (self.size - kept)
                 return EighDecomposed(vectors[:, :kept].contiguous(), values[:kept], max(0.0, rest))
-            # What is left hardly has larger ones than the last of these.
+            # The eigenvalues that are left are hardly larger than the last of those at hand.
             if held[-1].item() + (most - count) * values[-1].item() < rank * self.trace:
                 return None
             count = min(2 * count, most)
@@ -198,7 +198,7 @@ class DenseFactor(Factor):
 
     def eigen(self) -> EighDecomposed:
         """See `Factor`."""
-        # In float64 it takes minutes for thousands of rows, and what it would add is below what the factor knows.
+        # For thousands of rows float64 takes minutes, and its digits are beyond the sampling error of the factor.
         matrix = self.values.cpu() if self.values.device.type == "mps" else self.values  # mps has no float64
         values, vectors = torch.linalg.eigh(matrix.double() if self.size <= EXACT_EIGEN else matrix)
         return EighDecomposed(vectors.flip(1).to(self.values), values.flip(0).clamp(min=0).to(self.values), 0.0)
@@ -217,7 +217,7 @@ class EighDecomposed(Factor):
 
     Attributes:
         vectors: One to a column, orthonormal, `(size, rank)`; in half precision they may be stored.
-        eigenvalues: Theirs, in falling order.
+        eigenvalues: The eigenvalues of these, in falling order.
         rest: The eigenvalue of what is orthogonal to all of them.
     """
 
@@ -290,7 +290,7 @@ class EighDecomposed(Factor):
 def spectral_function(
     g: EighDecomposed, a: EighDecomposed, matrix: Tensor, function: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """See `Block.spectral`; of a that is complete."""
+    """Apply a function as `Block.spectral` does, where the eigenvectors of a are complete."""
     return _along(g, matrix @ a.vectors, lambda values: function(values[:, None] * a.eigenvalues)) @ a.vectors.T
 
 

@@ -182,7 +182,7 @@ class ConsolidateOptions(Computing, Estimating, Storing, Consolidating, Told):
         probe: Keep so many inputs as they are in the anchor, with the model's answers to them, by which `finetune` says
             what is kept of them while it trains. Whoever has the anchor has them; none unless given.
         lineage: Anchors that a module was already trained under (`Finetuned.lineage`); a file carries its own.
-        head: Of a module that was given a new last layer (`Finetuned.head`); likewise.
+        head: The head of a module that was given a new last layer (`Finetuned.head`); a file carries its own.
     """
 
     lineage: Sequence[dict[str, Any]] | None = option(None)

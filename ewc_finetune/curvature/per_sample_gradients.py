@@ -91,7 +91,7 @@ class Sums:
         return self.squares, self.by_sample
 
     def _chunks(self, gradient: Tensor) -> Iterator[slice]:
-        # What is made on the way, G times something, may be larger than the result.
+        # What is made on the way, G times something, may be larger than the gradients.
         return chunks(self.batch, max(math.prod(self.shape), gradient[0].numel()), gradient.device)
 
     def _add_chunk(self, gradients: Tensor, samples: slice) -> None:
@@ -152,7 +152,7 @@ class Factored(Use):
 
     @abstractmethod
     def output_vectors(self, gradient: Tensor) -> Tensor:
-        """Return the gradients there, shape `(batch, positions, outputs)`, likewise."""
+        """Return the gradients there, shape `(batch, positions, outputs)`, in float32 or wider."""
 
 
 class Dense(BySquares, Factored):

@@ -23,7 +23,7 @@ from ewc_finetune.curvature.fallback import gradients_of, vectorised
 from ewc_finetune.curvature.kfac_factors import Layer
 from ewc_finetune.curvature.per_sample_gradients import Factored, Workspace
 from ewc_finetune.curvature.trial import Trial, try_two_samples, with_repeated_lookups
-from ewc_finetune.errors import ArchitectureError
+from ewc_finetune.errors import ArchitectureError, first_line
 from ewc_finetune.likelihood.output_fisher import OutputFisher
 from ewc_finetune.modules.batch import Inputs, each, tensors
 from ewc_finetune.modules.devices import out_of_memory
@@ -32,7 +32,7 @@ from ewc_finetune.modules.precision import wide
 # How far rules and autograd may differ, in the norm of a parameter's squares: rounding differs with the batch, and a
 # ReLU may fall on its other side.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
-# The same in half precision.
+# How far they may differ in half precision.
 _HALF_TOLERANCE = 0.2
 
 # Each call with a rule, and where its tensors hold the samples, if that can be told.
@@ -182,8 +182,7 @@ def _by_autograd(model: nn.Module, parameters: Mapping[str, Tensor], trial: Tria
         except RuntimeError as error:
             if out_of_memory(error):
                 raise
-            reason = str(error).strip().partition("\n")[0]
-            raise ArchitectureError(f"autograd cannot differentiate this model: {reason}") from error
+            raise ArchitectureError(f"autograd cannot differentiate this model: {first_line(error)}") from error
         for name, gradient in gradients.items():
             reached.add(name)
             squares[name].addcmul_(gradient, gradient)
@@ -219,7 +218,7 @@ def _course(trial: Trial, names: set[str]) -> tuple[SeenCourse, dict[str, str]]:
             try:
                 made.makers[name](BatchFirst(batch_dim, 2))
             except (CourseChangedError, RuntimeError, ValueError, IndexError) as error:
-                lost[name] = f"{function}: {str(error).partition(chr(10))[0][:100]}"
+                lost[name] = f"{function}: {first_line(error)[:100]}"
     return course, lost
 
 
@@ -294,6 +293,6 @@ def _refusal(truth: _Truth, parameters: Mapping[str, Tensor]) -> str | None:
     except Exception as error:
         if out_of_memory(error):
             raise
-        return str(error).strip().partition("\n")[0][:200]
+        return first_line(error)
     wrong = truth.differing(sums, parameters)
     return f"it differs from autograd for {', '.join(wrong)}" if wrong else None

@@ -54,8 +54,8 @@ class RunningError:
         n = self.samples
         if n < 2:
             return StandardError(None, dict.fromkeys(self.layers))
-        found = []
+        relative = []
         for total, squares in zip(self._sum.tolist(), self._squares.tolist(), strict=True):
             variance = max(0.0, squares - total * total / n) / (n - 1)
-            found.append(math.sqrt(variance / n) / (total / n) if total else 0.0)
-        return StandardError(found[-1], dict(zip(self.layers, found, strict=False)))
+            relative.append(math.sqrt(variance / n) / (total / n) if total else 0.0)
+        return StandardError(relative[-1], dict(zip(self.layers, relative, strict=False)))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ewc_finetune.curvature.call_recorder import Call, CallRecorder, Signature
 from ewc_finetune.errors import ArchitectureError, DataError
 from ewc_finetune.modules.batch import Inputs, call, count, each, take, tensors
-from ewc_finetune.modules.devices import out_of_memory
+from ewc_finetune.modules.devices import out_of_memory, random_state
 from ewc_finetune.modules.precision import wide
 
 
@@ -58,9 +58,10 @@ def try_two_samples(model: nn.Module, parameters: Mapping[str, Tensor], inputs: 
         DataError: if the first dimension of the outputs is not the batch.
     """
     samples = _two_samples(inputs)
-    state = _random_state(samples)
+    device = tensors(samples)[0].device
+    state = torch.cat(random_state(device))
     trial = _try(model, parameters, samples)
-    if not torch.equal(state, _random_state(samples)):
+    if not torch.equal(state, torch.cat(random_state(device))):
         raise ArchitectureError(
             "the model draws random numbers in eval mode: a sample has no gradient of its own then. Let what is "
             "random depend on self.training"
@@ -138,15 +139,6 @@ def _run(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, rep
     return Run(outputs, calls, recorder, mutates=any(tensor._version for tensor in tensors(copy)))
 
 
-def _random_state(inputs: Inputs) -> Tensor:
-    """Return the state of the random number generators that the model would draw from."""
-    device = tensors(inputs)[0].device
-    states = [torch.get_rng_state()]
-    if device.type in ("cuda", "mps"):
-        states.append(getattr(torch, device.type).get_rng_state())
-    return torch.cat(states)
-
-
 def _check_independence(model: nn.Module, together: Tensor, singles: list[Tensor]) -> None:
     """Refuse a model for which a sample's gradient is not defined, since the rest of its batch has a say."""
     if together.ndim == 0 or len(together) != 2 or any(single.ndim == 0 or len(single) != 1 for single in singles):
@@ -161,7 +153,7 @@ def _check_independence(model: nn.Module, together: Tensor, singles: list[Tensor
         rounding = 1e-4 if together.dtype in (torch.float32, torch.float64) else 5e-2
         difference = wide(together.detach() - alone).abs().max().item()
         scale = wide(together.detach()).abs().max().clamp(min=1e-6).item()
-        if not difference > rounding * scale:  # NaN is somebody else's to report
+        if not difference > rounding * scale:  # NaN is reported with the outputs of all samples
             return
         seen = f"they differ by {difference:.2g}, where the largest is {scale:.2g}"
     layers = [name for name, m in model.named_modules() if getattr(m, "track_running_stats", True) is False]

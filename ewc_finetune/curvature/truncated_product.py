@@ -57,15 +57,15 @@ class Cut:
 
     def _multiplied(self, difference: Tensor, shares: _Shares) -> Tensor:
         """Multiply by these."""
-        matrix = difference.T if self.turned else difference  # a row for each of wide's
+        matrix = difference.T if self.turned else difference  # its rows are of the wide factor
         narrow, wide, coarse = (factor.vectors.to(matrix) for factor in self.factors)
-        # With P on narrow's eigenvectors D = D P + D (1 - P), and of the second most is multiplied by one number.
+        # D = D P + D (1 - P), P projecting on narrow's eigenvectors; most of D (1 - P) is multiplied by one number.
         columns = matrix @ narrow
         rows = (coarse.T @ matrix).mul_(shares.left)
         within = (wide.T @ columns).mul_(shares.both)
         along = columns.mul_(shares.aside).addmm_(wide, within).addmm_(coarse, rows @ narrow, alpha=-1)
-        found = (matrix * shares.rest).addmm_(coarse, rows).addmm_(along, narrow.T)
-        return found.T if self.turned else found
+        product = (matrix * shares.rest).addmm_(coarse, rows).addmm_(along, narrow.T)
+        return product.T if self.turned else product
 
 
 class _Shares(NamedTuple):

@@ -13,13 +13,11 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from ewc_finetune.data.transform import Assumption, Transform
-from ewc_finetune.errors import DataError
+from ewc_finetune.errors import DataError, first_line
 from ewc_finetune.likelihood.active import Active
 from ewc_finetune.likelihood.base import Likelihood
-from ewc_finetune.modules.batch import Inputs, count, is_inputs, take
+from ewc_finetune.modules.batch import Batch, Inputs, count, is_inputs, named, take
 
-# Inputs and labels; every kind of data may come without labels.
-Batch = tuple[Inputs, Tensor | None]
 # The keys of labels in batches that are dictionaries.
 _LABELS = ("labels", "label")
 
@@ -158,10 +156,9 @@ class Domain:
             for batch in self._loader(batch_size, shuffle, workers, skip):
                 yield self._read(batch)
         except (TypeError, RuntimeError) as error:
-            reason = str(error).partition("\n")[0]
             raise DataError(
-                f"the samples of {self.name} cannot be put into batches: {reason}. Samples must be tensors of one "
-                "shape; for images of several sizes add ?size=PIXELS"
+                f"the samples of {self.name} cannot be put into batches: {first_line(error)}. Samples must be tensors "
+                "of one shape; for images of several sizes add ?size=PIXELS"
             ) from error
 
     def _loader(self, batch_size: int, shuffle: torch.Generator | None, workers: int, skip: int) -> Iterable[Any]:
@@ -252,10 +249,10 @@ class Fingerprint:
 
     def update(self, inputs: Inputs, labels: Tensor | None) -> None:
         """Take in one batch, as it was before any preprocessing."""
-        named = {"": inputs} if isinstance(inputs, Tensor) else inputs
-        mask = named.get("attention_mask")
+        tensors = named(inputs)
+        mask = tensors.get("attention_mask")
         if not self._described:
-            for name, tensor in named.items():
+            for name, tensor in tensors.items():
                 shape = tuple(tensor.shape[1:]) if mask is None else ()
                 self._inputs.update(f"{name}{tensor.dtype}{shape}".encode())
             self._described = True
@@ -266,7 +263,7 @@ class Fingerprint:
             return
         # Sample by sample: neither the size of the batches matters nor what fills up the shorter samples of one.
         for n in range(count(inputs)):
-            for tensor in named.values():
+            for tensor in tensors.values():
                 self._inputs.update(as_bytes(_unmasked(tensor[n], mask, n)))
             if labels is not None:
                 self._labels.update(as_bytes(_unmasked(labels[n], mask, n)))

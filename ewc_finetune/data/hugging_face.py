@@ -16,12 +16,12 @@ from ewc_finetune.data.numbering import BY_DATASET
 from ewc_finetune.data.options import Options
 from ewc_finetune.data.tables import TEXTS, check_column, labels_of, numbering_of, target_columns
 from ewc_finetune.data.texts import Texts, TextStream
-from ewc_finetune.errors import DataError, UsageError
+from ewc_finetune.errors import DataError, UsageError, first_line
 from ewc_finetune.specs.query import Address
 
 _IMAGES = ("image", "img")
 _KINDS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
-# Which of a dataset's splits stands for ours, the first that there is.
+# The names of a dataset's splits that stand for ours; the first that there is.
 _SPLITS = {"train": ("train",), "test": ("test", "validation")}
 
 
@@ -144,10 +144,9 @@ def _load(address: Address, place: str, options: Options) -> Mapping[str, Any]:
     try:
         dataset: Mapping[str, Any] = datasets.load_dataset(*arguments, **settings)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
         raise DataError(
-            f"{address} cannot be loaded ({reason}). Expected a dataset on the Hub, org/name, or a file or folder of "
-            "parquet, JSON lines or CSV"
+            f"{address} cannot be loaded ({first_line(error)}). Expected a dataset on the Hub, org/name, or a file or "
+            "folder of parquet, JSON lines or CSV"
         ) from error
     finally:
         if shown:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ewc_finetune.data.domain import Batch, Domain
+from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.transform import Transform
-from ewc_finetune.errors import ArchitectureError, DataError
-from ewc_finetune.modules.batch import Inputs, call, each
+from ewc_finetune.errors import ArchitectureError, DataError, first_line
+from ewc_finetune.modules.batch import Batch, Inputs, call, each
 from ewc_finetune.modules.devices import random_state_kept
 from ewc_finetune.modules.modes import evaluating, unchanged
 from ewc_finetune.storage.signals import safe_point
@@ -125,14 +125,12 @@ def find_input_spec(
                 outputs = call(model, input_spec.present(sample, dtype))
         except Exception as error:  # noqa: BLE001 - a model may raise anything for an input it can't take
             _refuse_batch_statistics(model, error)
-            refusals.append(
-                f"{'flattened' if input_spec.flat else 'as it is'}: {str(error).partition(chr(10))[0][:200]}"
-            )
+            refusals.append(f"{'flattened' if input_spec.flat else 'as it is'}: {first_line(error)}")
             continue
         try:
             check_outputs(outputs)
         except DataError as error:
-            if input_spec is input_specs[-1]:  # nothing else is left to try, and it was not the input that was wrong
+            if input_spec is input_specs[-1]:  # nothing is left to try, and the model took the input
                 raise
             refusals.append(f"{'flattened' if input_spec.flat else 'as it is'}: {error}"[:200])
             continue

@@ -18,7 +18,7 @@ from ewc_finetune.data.transform import IMAGENET_MEAN, IMAGENET_STD, INTERPOLATI
 from ewc_finetune.errors import UsageError, suggest
 from ewc_finetune.specs.query import Address
 
-# More classes than this are a slip of the finger.
+# The most classes of one range; a range of more is taken for a slip of the finger.
 _MANY_CLASSES = 1_000_000
 
 
@@ -225,7 +225,7 @@ _READERS: dict[str, tuple[Callable[[str], object], str]] = {
 }
 COMMON = tuple(_READERS)
 _OF_TRANSFORM = ("size", "resize", "crop", "interpolation", "mean", "std")
-# Those of some kinds of data alone.
+# Options of some kinds of data alone.
 _OWN: dict[str, tuple[Callable[[str], object], str]] = {
     "text": (str, "the name of a column"),
     "inputs": (str, "the name of an array"),

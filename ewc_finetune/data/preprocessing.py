@@ -17,17 +17,17 @@ from torch.utils.data import TensorDataset, default_collate
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.images import ImageFiles
 from ewc_finetune.data.texts import Generated, Texts, TextStream
-from ewc_finetune.errors import DataError, UsageError
+from ewc_finetune.errors import DataError, UsageError, first_line
 from ewc_finetune.likelihood.base import IGNORED
 from ewc_finetune.modules.task import ModelTask
 
 # The most tokens of a text, where neither the data nor the model says.
 _LENGTH = 512
-# Masked language modelling as BERT has it (Devlin et al. 2019, section 3.1): the share of tokens to be guessed,
+# The share of tokens that a masked language model is to guess, as BERT was trained (Devlin et al. 2019, section 3.1).
 _GUESSED = 0.15
-# the share of these that are masked,
+# The share of the tokens to be guessed that are masked.
 _MASKED = 0.8
-# and the share of these that are replaced by random tokens.
+# The share of the tokens to be guessed that are replaced by random tokens.
 _REPLACED = 0.1
 # How many samples are generated at once.
 _AT_ONCE = 64
@@ -93,8 +93,8 @@ def _of_texts(domain: Domain, samples: Texts | TextStream | Generated, task: Mod
     # The labels of a language model are the tokens of the text itself.
     domain = replace(domain, classes=None, labels=None)
     if isinstance(samples, Texts) and samples.pack is not None:
-        blocks = _packed(tokenizer, samples, min(samples.pack, length), domain.name)
-        return replace(domain, samples=_Ids(blocks), collate=lambda ids: _language(tokenizer, task, filler, ids))
+        parts = _packed(tokenizer, samples, min(samples.pack, length), domain.name)
+        return replace(domain, samples=_Ids(parts), collate=lambda ids: _language(tokenizer, task, filler, ids))
     return replace(
         domain,
         collate=lambda pairs: _language(
@@ -176,10 +176,10 @@ def _packed(tokenizer: Any, samples: Texts, pack: int, name: str) -> list[list[i
         texts = [str(text) for text in samples.texts[start : start + 1000]]
         for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
             stream += ids + end
-    blocks = [stream[start : start + pack] for start in range(0, len(stream) - pack + 1, pack)]
-    if not blocks:
+    parts = [stream[start : start + pack] for start in range(0, len(stream) - pack + 1, pack)]
+    if not parts:
         raise DataError(f"{name}: its texts have {len(stream)} tokens together, fewer than pack={pack}")
-    return blocks
+    return parts
 
 
 def _generate(model: nn.Module, tokenizer: Any, asked: Generated, length: int, name: str) -> list[list[int]]:
@@ -273,8 +273,9 @@ def _tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0][:200]
-        raise DataError(f"{folder} has no tokenizer that can be read ({reason}); save one into it") from error
+        raise DataError(
+            f"{folder} has no tokenizer that can be read ({first_line(error)}); save one into it"
+        ) from error
 
 
 def _processor(folder: Path) -> Any:
@@ -288,5 +289,4 @@ def _processor(folder: Path) -> Any:
     try:
         return AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0][:200]
-        raise DataError(f"{folder}: its image processor cannot be read ({reason})") from error
+        raise DataError(f"{folder}: its image processor cannot be read ({first_line(error)})") from error

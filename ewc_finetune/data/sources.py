@@ -24,7 +24,7 @@ from ewc_finetune.data.options import COMMON, Options, read_options
 from ewc_finetune.data.tables import load_csv, load_npz
 from ewc_finetune.data.texts import Generated, Texts, TextStream, load_generated, load_text
 from ewc_finetune.data.transform import Transform
-from ewc_finetune.errors import DataError, UsageError, suggest
+from ewc_finetune.errors import DataError, UsageError, first_line, suggest
 from ewc_finetune.specs.importing import find, value_of, working_directory_on_path
 from ewc_finetune.specs.query import Address, parse
 
@@ -107,7 +107,7 @@ def _call(address: Address, module: str, name: str, default_split: Split) -> Dom
         raise DataError(f"{address}: {name} is a {type(function).__name__}; expected a function that returns a dataset")
     try:
         parameters = set(inspect.signature(function).parameters)
-    except ValueError:  # some that are written in C have none
+    except ValueError:  # some functions that are written in C have no signature
         parameters = set()
     takes_split = "split" in parameters
     ours = set(COMMON) - (parameters - {"split"})
@@ -206,10 +206,7 @@ _PLACES: dict[str, tuple[Callable[[Address, str, Split, Options], Domain], tuple
     "images": (load_images, ()),
     "npz": (load_npz, ("inputs", "target", "labels")),
     "csv": (load_csv, ("text", "target", "labels", "length", "pack")),
-    "hf": (
-        load_hugging_face,
-        ("text", "target", "labels", "length", "pack", "config", "revision", "stream"),
-    ),
+    "hf": (load_hugging_face, ("text", "target", "labels", "length", "pack", "config", "revision", "stream")),
     "text": (load_text, ("length", "pack")),
     "generate": (load_generated, ("length", "seed")),
 }
@@ -235,7 +232,7 @@ def _torchvision(name: str) -> Callable[[Split, Path], InMemory]:
         except Exception as error:
             raise DataError(
                 f"{name} is not in {folder}, or not whole, and could not be downloaded there "
-                f"({type(error).__name__}: {str(error).partition(chr(10))[0]}). Put torchvision's files into that "
+                f"({type(error).__name__}: {first_line(error)}). Put torchvision's files into that "
                 f"folder (delete what is there if it is damaged), or name the one that has them with --data-dir or "
                 f"{ENVIRONMENT}"
             ) from error
@@ -257,11 +254,8 @@ def _digits(split: Split, folder: Path) -> InMemory:
     order = torch.randperm(len(digits.images), generator=torch.Generator().manual_seed(0))
     chosen = order[len(order) // 5 :] if split == "train" else order[: len(order) // 5]
     images = torch.as_tensor(digits.images, dtype=torch.float32)[chosen, None] / 16
-    return (
-        images,
-        torch.as_tensor(digits.target, dtype=torch.long)[chosen],
-        tuple(map(str, digits.target_names)),
-    )
+    labels = torch.as_tensor(digits.target, dtype=torch.long)[chosen]
+    return images, labels, tuple(map(str, digits.target_names))
 
 
 _IN_MEMORY: dict[str, Callable[[Split, Path], InMemory]] = {

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
-# Pixels to a side, beyond which a file is not believed.
+# The most pixels of a side in a file that is believed.
 _LARGEST = 1 << 16
 
 

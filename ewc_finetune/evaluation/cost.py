@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from ewc_finetune.data.domain import Batch, Domain
+from ewc_finetune.data.domain import Domain
+from ewc_finetune.modules.batch import Batch
 
 # How many batches are tried; the first takes longer than the others.
 TRIED = 3
 # A pass of fewer batches than this is not timed a second time.
 _SHORT = 4
-# Of a pass of at least so many batches several are tried, to tell what each takes from what is done once.
+# A pass of at least so many batches is tried with several, to tell what each takes from what is done once.
 _LONG = 10
 
 

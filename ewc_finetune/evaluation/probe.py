@@ -17,22 +17,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ewc_finetune.anchor.probe_tensors import Probe
-from ewc_finetune.data.domain import Batch, Domain
+from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.input_spec import InputSpec, dtype_of
-from ewc_finetune.errors import AnchorMismatchError, DataError, NonFiniteError
+from ewc_finetune.errors import AnchorMismatchError, DataError, NonFiniteError, first_line
 from ewc_finetune.evaluation.bound_domain import BoundDomain
 from ewc_finetune.likelihood.active import Active
 from ewc_finetune.likelihood.base import IGNORED, Likelihood
 from ewc_finetune.likelihood.categorical import PerToken
 from ewc_finetune.likelihood.registry import get_likelihood
-from ewc_finetune.modules.batch import Inputs, call, count, each, take
+from ewc_finetune.modules.batch import Batch, Inputs, call, count, each, named, take
 from ewc_finetune.modules.devices import out_of_memory, random_state_kept
 from ewc_finetune.modules.modes import evaluating, unchanged
 from ewc_finetune.modules.precision import wide
 from ewc_finetune.storage.signals import safe_point
 
-# Inputs that go through the model at once, unless it is said; and numbers that are compared at once, in float64.
+# Inputs that go through the model at once, unless it is said.
 AT_ONCE = 32
+# Numbers that are compared at once, in float64.
 _COMPARED = 1 << 22
 
 
@@ -62,9 +63,9 @@ class Retention:
         return f"{self.divergence:.4g} nats{same}"
 
 
-def least_unchanged(found: Sequence[Retention]) -> float | None:
+def least_unchanged(retentions: Sequence[Retention]) -> float | None:
     """Return the smallest share of unchanged answers of several probes; None where no probe has any such share."""
-    return min((retention.unchanged for retention in found if retention.unchanged is not None), default=None)
+    return min((retention.unchanged for retention in retentions if retention.unchanged is not None), default=None)
 
 
 def take_probe(model: nn.Module, bound: BoundDomain, n: int, seed: int, device: torch.device) -> Probe:
@@ -195,8 +196,7 @@ def _asked(
         except Exception as error:
             if out_of_memory(error):
                 raise
-            reason = str(error).partition("\n")[0][:200]
-            raise AnchorMismatchError(f"{where} does not go into the model: {reason}") from error
+            raise AnchorMismatchError(f"{where} does not go into the model: {first_line(error)}") from error
         if batch is None:
             return
         yield batch
@@ -248,21 +248,21 @@ def _choose(domain: Domain, n: int, seed: int) -> Batch:
 
 def _joined(batches: Sequence[Batch], name: str) -> Batch:
     """Put batches together; where they have an attention mask, shorter ones are filled up."""
-    parts = [{"": inputs} if isinstance(inputs, Tensor) else inputs for inputs, _ in batches]
+    parts = [named(inputs) for inputs, _ in batches]
     labels = [labels for _, labels in batches if labels is not None]
     masks = [part["attention_mask"] for part in parts if "attention_mask" in part]
     try:
-        joined = {key: _stacked([part[key] for part in parts], masks, None) for key in parts[0]}
-        targets = _stacked(labels, masks, IGNORED) if len(labels) == len(batches) else None
+        joined = {key: _concatenated([part[key] for part in parts], masks, None) for key in parts[0]}
+        targets = _concatenated(labels, masks, IGNORED) if len(labels) == len(batches) else None
     except (KeyError, RuntimeError) as error:
         raise DataError(
-            f"the batches of {name} do not go into one probe: {str(error).partition(chr(10))[0]}. Samples of several "
+            f"the batches of {name} do not go into one probe: {first_line(error)}. Samples of several "
             "lengths need an attention_mask beside them"
         ) from error
-    return (joined[""] if isinstance(batches[0][0], Tensor) else joined), targets
+    return joined.get("", joined), targets
 
 
-def _stacked(tensors: Sequence[Tensor], masks: Sequence[Tensor], filler: float | None) -> Tensor:
+def _concatenated(tensors: Sequence[Tensor], masks: Sequence[Tensor], filler: float | None) -> Tensor:
     """Put tensors together, those with a number for each token filled up; with what fills them up already, or 0."""
     if len(masks) < len(tensors) or any(t.shape[:2] != m.shape for t, m in zip(tensors, masks, strict=True)):
         return torch.cat(list(tensors))

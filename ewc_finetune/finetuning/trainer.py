@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ewc_finetune.data.domain import Batch, Domain
+from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.input_spec import feed
 from ewc_finetune.errors import DataError, NonFiniteError, UsageError
 from ewc_finetune.evaluation.bound_domain import BoundDomain
 from ewc_finetune.finetuning.schedule import Schedule
-from ewc_finetune.modules.batch import call, count
+from ewc_finetune.modules.batch import Batch, call, count
 from ewc_finetune.modules.devices import random_state, set_random_state
 from ewc_finetune.modules.finite import check_model
 from ewc_finetune.modules.modes import normalisation_layers, set_training

@@ -92,7 +92,7 @@ class Peeked:
     remarks: tuple[str, ...]
 
 
-def peek(text: str) -> Peeked | None:
+def peek(address: HubAddress) -> Peeked | None:
     """Open what an address means without fetching it: by range requests, or from the cache where it is there whole.
 
     Returns:
@@ -102,7 +102,7 @@ def peek(text: str) -> Peeked | None:
         HubError: if there is no such file, no anchor where none is named, or it cannot be had.
         AnchorError: if the file is damaged.
     """
-    repository = look_up(parse_address(text))
+    repository = look_up(address)
     file = anchor_file(repository)
     place = repository.address.at(repository.commit, file)
     cached = look_into_cache(place)

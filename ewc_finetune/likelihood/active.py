@@ -39,8 +39,8 @@ class Active(Likelihood):
         return vector.new_zeros(like.shape).index_copy_(-1, self.outputs.to(vector.device), vector)
 
     def _map(self, targets: Tensor) -> Tensor:
-        found = torch.searchsorted(self.outputs.to(targets.device), targets)
-        return torch.where(targets == IGNORED, targets, found)
+        places = torch.searchsorted(self.outputs.to(targets.device), targets)
+        return torch.where(targets == IGNORED, targets, places)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See `Likelihood`."""

@@ -168,22 +168,24 @@ class Likelihood(ABC):
         return fisher
 
 
-def check_real(name: str, outputs: Tensor, where: str) -> None:
-    """Refuse outputs that are no real numbers, or none at all."""
-    if not outputs.is_floating_point() or outputs.numel() == 0:
-        raise DataError(
-            f"{where}: the model's outputs have shape {tuple(outputs.shape)} and type {outputs.dtype}; the {name} "
-            "likelihood needs real numbers"
-        )
+class RealValued(Likelihood):
+    """A likelihood of outputs in any shape, whose targets have the same."""
 
+    def check_outputs(self, outputs: Tensor, where: str) -> None:
+        """Check that outputs are numbers."""
+        if not outputs.is_floating_point() or outputs.numel() == 0:
+            raise DataError(
+                f"{where}: the model's outputs have shape {tuple(outputs.shape)} and type {outputs.dtype}; the "
+                f"{self.name} likelihood needs real numbers"
+            )
 
-def check_shape(name: str, targets: Tensor, output_shape: tuple[int, ...], where: str) -> None:
-    """Refuse targets that are not of the outputs' shape."""
-    if tuple(targets.shape[1:]) != tuple(output_shape):
-        raise DataError(
-            f"{where}: the targets have shape {tuple(targets.shape)}; the {name} likelihood needs the shape of the "
-            f"outputs, ({', '.join(['batch', *map(str, output_shape)])}). Class labels go with categorical"
-        )
+    def check_targets(self, targets: Tensor, output_shape: tuple[int, ...], where: str) -> None:
+        """Check that targets have the shape of the outputs."""
+        if tuple(targets.shape[1:]) != tuple(output_shape):
+            raise DataError(
+                f"{where}: the targets have shape {tuple(targets.shape)}; the {self.name} likelihood needs the shape "
+                f"of the outputs, ({', '.join(['batch', *map(str, output_shape)])}). Class labels go with categorical"
+            )
 
 
 def check_classes(targets: Tensor, classes: int, where: str) -> None:

@@ -7,12 +7,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from ewc_finetune.errors import DataError
-from ewc_finetune.likelihood.base import LARGEST_OUTPUT, Likelihood, check_real, check_shape
+from ewc_finetune.likelihood.base import LARGEST_OUTPUT, RealValued
 from ewc_finetune.likelihood.output_fisher import OutputFisher, diagonal_fisher
 from ewc_finetune.modules.precision import wide
 
 
-class Bernoulli(Likelihood):
+class Bernoulli(RealValued):
     """Independent yes-or-no answers: outputs are logits of any shape, targets 0 or 1 (or between) in that shape."""
 
     name = "bernoulli"
@@ -24,19 +24,12 @@ class Bernoulli(Likelihood):
 
     def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Sum over the samples of the share of their answers that are on the right side."""
-        return (
-            ((outputs > 0) == (targets > 0.5)).flatten(1).float().mean(dim=1).sum()
-            if outputs.ndim > 1
-            else ((outputs > 0) == (targets > 0.5)).sum()
-        )
-
-    def check_outputs(self, outputs: Tensor, where: str) -> None:
-        """Check that outputs are numbers."""
-        check_real(self.name, outputs, where)
+        right = (outputs > 0) == (targets > 0.5)
+        return right.flatten(1).float().mean(dim=1).sum() if right.ndim > 1 else right.sum()
 
     def check_targets(self, targets: Tensor, output_shape: tuple[int, ...], where: str) -> None:
         """Check that targets lie between 0 and 1, in the shape of the outputs."""
-        check_shape(self.name, targets, output_shape, where)
+        super().check_targets(targets, output_shape, where)
         if targets.numel() and not 0 <= targets.min() <= targets.max() <= 1:
             raise DataError(
                 f"{where}: targets run from {targets.min():g} to {targets.max():g}; the bernoulli likelihood needs "

@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from ewc_finetune.likelihood.base import Likelihood, check_real, check_shape
+from ewc_finetune.likelihood.base import RealValued
 from ewc_finetune.likelihood.output_fisher import OutputFisher, diagonal_fisher
 from ewc_finetune.modules.precision import wide
 
 
-class Gaussian(Likelihood):
+class Gaussian(RealValued):
     """Regression with unit variance: outputs of any shape are means, targets have that shape."""
 
     name = "gaussian"
@@ -28,14 +28,6 @@ class Gaussian(Likelihood):
     def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Nothing is right or wrong here."""
         return outputs.new_tensor(math.nan)
-
-    def check_outputs(self, outputs: Tensor, where: str) -> None:
-        """Check that outputs are numbers."""
-        check_real(self.name, outputs, where)
-
-    def check_targets(self, targets: Tensor, output_shape: tuple[int, ...], where: str) -> None:
-        """Check that targets have the shape of the outputs."""
-        check_shape(self.name, targets, output_shape, where)
 
     def exact(self, outputs: Tensor) -> OutputFisher:
         """`S_n` is the identity: one vector to an output."""

@@ -45,8 +45,8 @@ def softmax_fisher(p: Tensor) -> OutputFisher:
     dtype's epsilon of the trace over the batch are left out.
     """
     ordered, order = p.sort(dim=1, descending=True)
-    # The probability that is left after class m, and with it; summed from the small end.
-    left = ordered.flip(1).cumsum(dim=1).flip(1)
+    # The probability of class m and all behind it, then of those behind it alone; summed from the small end.
+    left = _tails(ordered)
     after = functional.pad(left[:, 1:], (0, 1))
     scale = torch.nan_to_num(ordered * after / left)
     norms = scale * torch.nan_to_num(1 + functional.pad(_tails(ordered.square())[:, 1:], (0, 1)) / after.square())

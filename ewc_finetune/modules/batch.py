@@ -13,6 +13,8 @@ from ewc_finetune.errors import DataError
 
 # The first dimension of each tensor is the batch.
 Inputs = Tensor | dict[str, Tensor]
+# Inputs and labels; every kind of data may come without labels.
+Batch = tuple[Inputs, Tensor | None]
 
 
 def count(inputs: Inputs) -> int:
@@ -39,7 +41,12 @@ def each(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
 
 def tensors(inputs: Inputs) -> list[Tensor]:
     """Return the tensors of the batch."""
-    return [inputs] if isinstance(inputs, Tensor) else list(inputs.values())
+    return list(named(inputs).values())
+
+
+def named(inputs: Inputs) -> dict[str, Tensor]:
+    """Return the tensors of the batch by name; a single one has an empty name."""
+    return {"": inputs} if isinstance(inputs, Tensor) else inputs
 
 
 def take(inputs: Inputs, samples: slice | list[int]) -> Inputs:
@@ -49,8 +56,7 @@ def take(inputs: Inputs, samples: slice | list[int]) -> Inputs:
 
 def signature(inputs: Inputs) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
     """Return what batches that fit together have in common: the names, and each sample's shape and dtype."""
-    named = {"": inputs} if isinstance(inputs, Tensor) else inputs
-    return tuple((name, tensor.shape[1:], tensor.dtype) for name, tensor in named.items())
+    return tuple((name, tensor.shape[1:], tensor.dtype) for name, tensor in named(inputs).items())
 
 
 def is_inputs(value: object) -> TypeGuard[Inputs]:

@@ -17,7 +17,7 @@ from ewc_finetune.checkpoint.formats.exported_archive import NotPlainError, read
 from ewc_finetune.checkpoint.formats.exported_graph import build_graph, sizes_of_inputs
 from ewc_finetune.checkpoint.formats.exported_texts import check_texts
 from ewc_finetune.checkpoint.formats.program import RECORD, Program, silent
-from ewc_finetune.errors import ArchitectureError, CheckpointError
+from ewc_finetune.errors import ArchitectureError, CheckpointError, first_line
 
 # The errors that building raises for a document that is not as torch writes it.
 _MALFORMED = (
@@ -128,8 +128,7 @@ def _load(path: Path) -> tuple[dict[str, Any], torch.export.ExportedProgram]:
         with silent():
             program = torch.export.load(path, extra_files=extra)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
-        raise CheckpointError(f"{path} is not an exported program that can be read ({reason})") from error
+        raise CheckpointError(f"{path} is not an exported program that can be read ({first_line(error)})") from error
     return extra, program
 
 

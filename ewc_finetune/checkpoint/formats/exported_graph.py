@@ -41,12 +41,7 @@ _SYMBOLIC = frozenset(
 # Operators that call a graph within the graph, under autocast or with gradients off.
 _WRAPPERS = ("torch.ops.higher_order.wrap_with_set_grad_enabled", "torch.ops.higher_order.wrap_with_autocast")
 _LAYOUTS = {7: torch.strided}
-_MEMORY = {
-    1: torch.contiguous_format,
-    2: torch.channels_last,
-    3: torch.channels_last_3d,
-    4: torch.preserve_format,
-}
+_MEMORY = {1: torch.contiguous_format, 2: torch.channels_last, 3: torch.channels_last_3d, 4: torch.preserve_format}
 _STRUCTURES = ("in_spec", "out_spec")
 _CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {"builtins.tuple": tuple, "builtins.list": list}
 _MAPPINGS: dict[str, type[dict[str, Any]]] = {"builtins.dict": dict, "collections.OrderedDict": OrderedDict}

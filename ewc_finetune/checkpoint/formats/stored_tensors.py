@@ -76,29 +76,16 @@ def _wrong(archive: Archive, reason: str) -> CheckpointError:
 class _Inert:
     """What stands for everything that a pickle names: it takes all that is done to it, and does nothing."""
 
-    def __init__(self, *arguments: object, **named: object) -> None:
-        pass
-
     def __new__(cls, *arguments: object, **named: object) -> _Inert:
         return super().__new__(cls)
 
     def __call__(self, *arguments: object, **named: object) -> _Inert:
         return self
 
-    def __setstate__(self, state: object) -> None:
+    def _ignore(self, *arguments: object, **named: object) -> None:
         pass
 
-    def __setitem__(self, key: object, value: object) -> None:
-        pass
-
-    def append(self, value: object) -> None:
-        pass
-
-    def extend(self, values: object) -> None:
-        pass
-
-    def add(self, value: object) -> None:
-        pass
+    __init__ = __setstate__ = __setitem__ = append = extend = add = _ignore
 
 
 class _Reader(pickle.Unpickler):

@@ -15,7 +15,7 @@ from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.formats.archive import Archive
 from ewc_finetune.checkpoint.formats.program import RECORD, Program, silent
 from ewc_finetune.checkpoint.formats.torchscript_code import find_refused, is_printable
-from ewc_finetune.errors import CheckpointError
+from ewc_finetune.errors import CheckpointError, first_line
 
 # The members that torch.jit.save writes. Archives of torch's first releases have others, with code in other places.
 _MEMBERS = re.compile(
@@ -97,6 +97,5 @@ def _load(path: Path, texts: Sequence[str]) -> tuple[dict[str, Any], torch.jit.S
                 str(path), map_location="cpu", _extra_files=extra
             )
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
-        raise CheckpointError(f"{path} is not a whole TorchScript archive ({reason})") from error
+        raise CheckpointError(f"{path} is not a whole TorchScript archive ({first_line(error)})") from error
     return extra, module

@@ -27,7 +27,7 @@ from ewc_finetune.checkpoint.architecture import TRANSFORMERS
 from ewc_finetune.checkpoint.checkpoint import Checkpoint, ModelMetadata, cpu_state
 from ewc_finetune.checkpoint.formats.transformers_task import task_of_class
 from ewc_finetune.checkpoint.formats.weights import Weights
-from ewc_finetune.errors import ArchitectureError, CheckpointError, StorageError, few
+from ewc_finetune.errors import ArchitectureError, CheckpointError, StorageError, few, first_line
 from ewc_finetune.modules.devices import random_state_kept
 from ewc_finetune.modules.finite import check_model
 from ewc_finetune.storage.atomic import atomic_folder, storage_errors
@@ -76,13 +76,12 @@ class HuggingFace(Checkpoint):
         try:
             return transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:
-            reason = str(error).strip().partition("\n")[0][:200]
             if "trust_remote_code" in str(error) or "auto_map" in _read_json(self.folder / "config.json"):
                 raise ArchitectureError(
                     f"{self.label} brings a model class of its own as code, which is not run. Build the model yourself "
                     "and pass it to ewc_finetune.consolidate and finetune as a module"
                 ) from error
-            raise CheckpointError(f"{self.label}: its config.json cannot be read ({reason})") from error
+            raise CheckpointError(f"{self.label}: its config.json cannot be read ({first_line(error)})") from error
 
     def build(self, architecture: str | None) -> tuple[nn.Module, str | None]:
         """See `Checkpoint`.
@@ -136,9 +135,8 @@ class HuggingFace(Checkpoint):
                 )
         except Exception as error:
             self._refuse(kind, self._differences(kind))
-            reason = str(error).strip().partition("\n")[0][:200]
             raise ArchitectureError(
-                f"{self.label}: transformers cannot load it as {kind.__name__} ({reason})"
+                f"{self.label}: transformers cannot load it as {kind.__name__} ({first_line(error)})"
             ) from error
         problems = [
             f"{name} has shape {tuple(own)} in the weights and {tuple(wanted)} in the config's model"

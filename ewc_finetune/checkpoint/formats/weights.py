@@ -58,7 +58,7 @@ class Weights(Stateful):
             imported: list[str] = []
             model = _built(text, architecture is not None, imported)
             self.remarks += tuple(f"{self.label}: {remark}" for remark in dict.fromkeys(imported))
-            self.prefix = self._fitting(model)
+            self.prefix = fitting(self.state, model.state_dict(keep_vars=True))
         own = without(self.state, self.prefix)
         _fit(model, own, self.label, text)
         if self.prefix:
@@ -81,10 +81,6 @@ class Weights(Stateful):
             f"{self.label} does not say what architecture its weights belong to, and they are none of torchvision's. "
             f"Name it with --arch: {FORMS}"
         )
-
-    def _fitting(self, model: nn.Module) -> str:
-        """Return the prefix behind which the names are the model's."""
-        return fitting(self.state, model.state_dict(keep_vars=True))
 
 
 def _built(text: str, trusted: bool, remarks: list[str]) -> nn.Module:

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.formats.program import Program, silent
-from ewc_finetune.errors import ArchitectureError, CheckpointError, few
+from ewc_finetune.errors import ArchitectureError, CheckpointError, few, first_line
 from ewc_finetune.storage.atomic import sha256
 
 if TYPE_CHECKING:  # onnx is an extra; that it is missing is said when a file needs it
@@ -104,9 +104,9 @@ def _read(path: Path) -> tuple[ModelProto, list[Path]]:
     except CheckpointError:
         raise
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0][:200]
         raise CheckpointError(
-            f"{path} is not a whole ONNX model ({reason}). Copy it again from where it came, or export it again"
+            f"{path} is not a whole ONNX model ({first_line(error)}). Copy it again from where it came, or export it "
+            "again"
         ) from error
     return model, files
 
@@ -159,10 +159,9 @@ def _convert(lowered: Lowered, label: str) -> fx.GraphModule:
         with silent():
             module: fx.GraphModule = onnx2torch.convert(lowered.model, attach_onnx_mapping=True)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0][:200]
         raise ArchitectureError(
-            f"{label} cannot be made a PyTorch model ({type(error).__name__}: {reason}). Start from the PyTorch "
-            "checkpoint that it was exported from"
+            f"{label} cannot be made a PyTorch model ({type(error).__name__}: {first_line(error)}). Start from the "
+            "PyTorch checkpoint that it was exported from"
         ) from error
     inputs = {node.name: node.input for node in lowered.model.graph.node}
     for name, part in list(module.named_children()):

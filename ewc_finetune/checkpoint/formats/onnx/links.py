@@ -16,7 +16,7 @@ from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 from torch import Tensor, fx, nn
 
 from ewc_finetune.checkpoint.formats.onnx.lowering import Lowered, attribute, safe_name, tensors
-from ewc_finetune.errors import ArchitectureError, CheckpointError
+from ewc_finetune.errors import ArchitectureError, CheckpointError, first_line
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -131,8 +131,7 @@ def read_tensor(tensor: TensorProto, label: str) -> Tensor:
     try:
         return torch.from_numpy(numpy_helper.to_array(tensor).copy())
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0][:200]
-        raise CheckpointError(f"{label}: its tensor {tensor.name!r} cannot be read ({reason})") from error
+        raise CheckpointError(f"{label}: its tensor {tensor.name!r} cannot be read ({first_line(error)})") from error
 
 
 def write_back(model: ModelProto, links: Sequence[Link], state: Mapping[str, Tensor], label: str) -> None:
@@ -221,7 +220,8 @@ def _uses(module: fx.GraphModule, lowered: Lowered) -> list[_Use]:
             full = f"{node.name}.{prefix}{name}"
             uses.append(_Use(owner, name, full, node.input[slot], (place, slot), kind, transposed, scale))
         given = [value for value in (*call.args, *call.kwargs.values()) if value is not None]
-        for argument, source in zip(given, [name for name in _inputs(part) if name], strict=True):
+        mapping: Any = part.onnx_mapping  # `_convert` asks onnx2torch to attach it
+        for argument, source in zip(given, filter(None, mapping.inputs), strict=True):
             if argument.op != "get_attr":
                 continue
             owner = _rename(module, argument, names.setdefault(source, safe_name(source, set(names.values()))))
@@ -231,11 +231,6 @@ def _uses(module: fx.GraphModule, lowered: Lowered) -> list[_Use]:
             uses.append(_Use(owner, name, argument.target, source, (place, slot), kind))
     module.recompile()
     return uses
-
-
-def _inputs(part: nn.Module) -> tuple[str, ...]:
-    mapping: Any = part.onnx_mapping  # `_convert` asks onnx2torch to attach it
-    return tuple(mapping.inputs)
 
 
 def _rename(module: fx.GraphModule, node: fx.Node, name: str) -> nn.Module:
@@ -293,28 +288,17 @@ class _Neighbours:
         if node.op_type == "Gather" and slot == 0:  # what the model's input looks up is an embedding
             indices = self.makers.get(node.input[1])
             return indices is None or (indices.op_type == "Cast" and indices.input[0] not in self.makers)
-        return (node.op_type, slot) in _WEIGHTS
+        return slot in _WEIGHTS.get(node.op_type, ())
 
     def _has_weight(self, product: NodeProto) -> bool:
         makers = (self.makers.get(name) for name in product.input)
-        turned = any(maker is not None and self._turned(maker) for maker in makers)
-        return turned or any(name in self.constants for name in product.input)
-
-    def _turned(self, node: NodeProto) -> bool:
-        return node.op_type == "Transpose" and node.input[0] in self.constants
+        transposed = (node.input[0] for node in makers if node is not None and node.op_type == "Transpose")
+        return any(name in self.constants for name in (*product.input, *transposed))
 
 
-# Inputs that are weights where they are constant.
+# The inputs of operators, by their numbers, that are weights where they are constant.
 _WEIGHTS = {
-    ("MatMul", 0),
-    ("MatMul", 1),
-    ("Gemm", 1),
-    ("Gemm", 2),
-    ("PRelu", 1),
-    ("BatchNormalization", 1),
-    ("BatchNormalization", 2),
-    ("LayerNormalization", 1),
-    ("LayerNormalization", 2),
-    ("InstanceNormalization", 1),
-    ("InstanceNormalization", 2),
+    "MatMul": (0, 1),
+    "PRelu": (1,),
+    **dict.fromkeys(("Gemm", "BatchNormalization", "LayerNormalization", "InstanceNormalization"), (1, 2)),
 }

@@ -290,16 +290,9 @@ def _lower_node(node: NodeProto, opset: int, constants: Mapping[str, TensorProto
     """Write a node as the older set of operators has it."""
     drop = {"allowzero"} if node.op_type == "Reshape" else set()
     if _since(node, opset) > OPSET:
-        drop |= {
-            "antialias",
-            "dilations",
-            "keep_aspect_ratio_policy",
-            "noop_with_empty_axes",
-            "num_outputs",
-            "saturate",
-        }
-        if node.op_type not in _OLDER or node.op_type == "Resize":
-            drop -= {"dilations"}
+        drop |= {"antialias", "keep_aspect_ratio_policy", "noop_with_empty_axes", "num_outputs", "saturate"}
+        if node.op_type in _OLDER and node.op_type != "Resize":
+            drop.add("dilations")
         if node.op_type in _OLDER and node.op_type.startswith("Reduce") and len(node.input) > 1:
             axes = _numbers(constants[node.input[1]]) if node.input[1] else None
             del node.input[1:]
