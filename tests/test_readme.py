@@ -3,6 +3,7 @@
 import re
 import shlex
 
+import click
 import pytest
 from support import ROOT
 
@@ -16,7 +17,9 @@ COMMANDS = re.findall(r"^ewc-ft (.*)$", "\n".join(re.findall(r"```sh\n(.*?)```",
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_are_understood(line):
     name, *arguments = shlex.split(line, comments=True)
-    context = main.commands[name].make_context(name, arguments)
+    # A command keeps its help option as it is first asked for, whose names its parent has.
+    parent = click.Context(main, **main.context_settings)
+    context = main.commands[name].make_context(name, arguments, parent)
     assert context.params["data"]
 
 

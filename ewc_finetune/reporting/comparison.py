@@ -9,7 +9,7 @@ from typing import Any
 
 from ewc_finetune.reporting.figure import Figure, style_of
 from ewc_finetune.reporting.measures import Measure, measure_of, short
-from ewc_finetune.reporting.outcome import Outcome, data_key, said_of, sentence
+from ewc_finetune.reporting.outcome import Outcome, data_key, sentence
 from ewc_finetune.reporting.plots import Axis, Chart, Curve, Point, to_svg
 from ewc_finetune.specs.options import Setting
 
@@ -65,12 +65,12 @@ class Group:
         plain = self.plain_for(self.main)
         if not self.best:
             return sentence(self.main, plain, self.measure)
-        said = said_of(self.main, self.measure)
-        beside = sentence(self.main, plain, self.measure).partition(said)[2] if plain else "."
-        held = sum(one.held for one in self.outcomes)
-        kinds = len({one.kind for one in self.outcomes if one.held}) > 1
-        name = f"{self.main.kind} at lambda {self.main.strength}" if kinds else f"lambda {self.main.strength}"
-        return f"Of {held} held runs, {name} has the best mean of old and new: it {said}{beside}"
+        held = [one for one in self.outcomes if one.held]
+        name = f"lambda {self.main.strength}"
+        if len({one.kind for one in held}) > 1:
+            name = f"{self.main.kind} at {name}"
+        start = f"Of {len(held)} held runs, {name} has the best mean of old and new"
+        return sentence(self.main, plain, self.measure, start)
 
     def differing(self) -> list[str]:
         """Return the options in which the runs differ, beside anchors and lambda."""

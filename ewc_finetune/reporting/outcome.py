@@ -12,6 +12,8 @@ from ewc_finetune.runs.record import Run
 from ewc_finetune.specs.query import parse
 
 Score = Mapping[str, Any]
+# The mean is said of more old domains than these.
+_MOST = 2
 
 
 @dataclass(frozen=True)
@@ -161,89 +163,60 @@ def data_key(spec: str, loose: Sequence[str] = ("split",)) -> tuple[str, frozens
     return address.head, frozenset(item for item in address.options.items() if item[0] not in loose)
 
 
-def sentence(outcome: Outcome, plain: Outcome | None, measure: Measure) -> str:
-    """Say in one sentence what came of a run, beside plain fine-tuning where that was run."""
-    start = _start(outcome)
-    said = said_of(outcome, measure)
-    if plain is not None and said and outcome.old:
-        said += f"; {_beside(outcome, plain, measure)}"
-    if not said:
-        scored = "nothing was scored" if not outcome.after else f"{short(outcome.target)} was not scored"
-        if not outcome.finished:
-            return f"{start}, and {scored}."
-        return f"{start} was trained on {short(outcome.target)}; {scored}."
-    return f"{start}{'; until then it' if not outcome.finished else ''} {said}."
+def sentence(outcome: Outcome, plain: Outcome | None, measure: Measure, start: str = "") -> str:
+    """Say what came of a run: each score before and after, plain fine-tuning's beside it, and what is not known.
+
+    Args:
+        outcome: What came of the run.
+        plain: What came of plain fine-tuning, where that was run.
+        measure: What they are compared by.
+        start: What is said first; by default how the run was held, or why it is not finished.
+    """
+    changes = [change for names in _averaged(outcome) if (change := _change(outcome, plain, measure, names))]
+    known = [f"{measure.name} went {listed(changes)}"] if changes else []
+    if not outcome.old and outcome.unchanged is not None:
+        domains = listed([short(str(probe.get("data") or "an anchor")) for probe in outcome.probes])
+        known.insert(0, f"{outcome.unchanged:.1f}% of the probes of {domains} are answered as before")
+    said = [", and ".join(known)] if known else []
+    if not outcome.after:
+        said.append("nothing was scored")
+    elif outcome.new is None:
+        said.append(f"{short(outcome.target)} was not scored")
+    if outcome.after and outcome.held and not outcome.old and not outcome.probes:
+        said.append("what it kept of the old was not measured")
+    return f"{start or _start(outcome)}: {'; '.join(said)}."
 
 
 def _start(outcome: Outcome) -> str:
-    status = outcome.run.document["status"]
-    if not outcome.finished:
-        state, _, why = status.partition(": ")
-        when = f" after epoch {outcome.epoch}" if outcome.epoch else " before its first epoch was done"
-        if state == "failed":
-            return f"The run failed{when}" + (f" ({short(why.partition('. ')[0], 120).rstrip('.')})" if why else "")
-        return (
-            f"The run was interrupted{when}"
-            if state == "interrupted"
-            else f"The run is still going, or was killed,{when}"
-        )
-    if outcome.held:
-        return f"Held at lambda {listed(outcome.strength.split(', '))}, the model"
-    fresh = not (outcome.found.get("checkpoint") or {}).get("sha256") and not outcome.old
-    return "The model" if fresh else "Plainly fine-tuned, the model"
+    """Say how a run was held or, where it did not finish, why and how far it got."""
+    if outcome.finished:
+        return f"Held at lambda {listed(outcome.strength.split(', '))}" if outcome.held else "Trained without a penalty"
+    state, _, why = outcome.run.document["status"].partition(": ")
+    ended = {"failed": "failed", "interrupted": "was interrupted"}.get(state, "is still going, or was killed,")
+    reason = f" ({short(why.partition('. ')[0], 120).rstrip('.')})" if why else ""
+    when = f"after epoch {outcome.epoch}" if outcome.epoch else "before its first epoch was done"
+    return f"The run {ended} {when}{reason}"
 
 
-def said_of(outcome: Outcome, measure: Measure) -> str:
-    """Say what was kept and what was learned, as what follows the model's name; empty where nothing was scored."""
-    pieces = []
-    if outcome.old:
-        pieces.append(_kept(outcome, measure))
-    elif outcome.unchanged is not None:
-        domains = listed([short(str(probe.get("data") or "an anchor")) for probe in outcome.probes])
-        pieces.append(f"answers {outcome.unchanged:.1f}% of the probes of {domains} as before")
-    learned = outcome.plasticity(measure)
-    if learned is not None:
-        pieces.append(_learned(outcome, measure, learned))
-    said = " and ".join(pieces)
-    if said and outcome.held and not outcome.old and not outcome.probes:
-        said += "; what it kept of the old was not measured"
-    return said
+def _averaged(outcome: Outcome) -> list[tuple[str, ...]]:
+    """Return the domains whose scores are said, those together that are averaged: old ones, if they are many."""
+    old = [(name,) for name in outcome.old] if len(outcome.old) <= _MOST else [outcome.old]
+    return [*old, *([(outcome.new,)] if outcome.new is not None else [])]
 
 
-def _kept(outcome: Outcome, measure: Measure) -> str:
-    before = measure.mean([measure.of(outcome.before.get(name)) for name in outcome.old])
-    mean = outcome.retention(measure)
-    if len(outcome.old) > 2:
-        of, where = "on average ", f"{len(outcome.old)} old domains"
-        values = measure.text(mean)
-    else:
-        of, where = "", listed([outcome.spoken[name] for name in outcome.old])
-        values = listed([measure.text(measure.of(outcome.after.get(name))) for name in outcome.old])
-        before = before if len(outcome.old) == 1 else None
-    if measure.rising:
-        was = f" (before: {measure.text(before)})" if before is not None else ""
-        return f"kept {of}{values} {measure.name} on {where}{was}"
-    was = f" (from {measure.text(before)})" if before is not None else ""
-    return f"ended with {of}a {measure.name} of {values} on {where}{was}"
-
-
-def _learned(outcome: Outcome, measure: Measure, learned: float) -> str:
-    name = outcome.spoken[str(outcome.new)]
-    before = measure.of(outcome.before.get(str(outcome.new)))
-    was = f" (from {measure.text(before)})" if before is not None and not measure.rising else ""
-    if measure.rising:
-        return f"learned {name} to {measure.text(learned)}"
-    lead = "" if outcome.old else f"ended with a {measure.name} of "
-    return f"{lead}{measure.text(learned)} on {name}{was}"
-
-
-def _beside(outcome: Outcome, plain: Outcome, measure: Measure) -> str:
-    kept, learned = plain.retention(measure, outcome.old), plain.plasticity(measure)
-    if kept is None:
-        return f"plain fine-tuning learned {measure.text(learned)}"
-    if measure.rising:
-        return f"plain fine-tuning kept {measure.text(kept)} and learned {measure.text(learned)}"
-    return f"plain fine-tuning ended at {measure.text(kept)} and {measure.text(learned)}"
+def _change(outcome: Outcome, plain: Outcome | None, measure: Measure, names: Sequence[str]) -> str:
+    """Say how the score on a domain, or the mean over several, changed; nothing where it is not known."""
+    before, after, beside = (
+        measure.mean([measure.of(scores.get(name)) for name in names])
+        for scores in (outcome.before, outcome.after, plain.after if plain else {})
+    )
+    if after is None:
+        return ""
+    where = f"on {outcome.spoken[names[0]]}" if len(names) == 1 else f"in the mean over {len(names)} domains"
+    role = "new" if names[0] == outcome.new else "old"
+    against = "" if beside is None else f"; plain fine-tuning: {measure.text(beside)}"
+    since = "" if before is None else f"from {measure.text(before)} "
+    return f"{since}to {measure.text(after)} {where} ({role}{against})"
 
 
 def _by_domain(scores: Sequence[Score] | None) -> dict[str, Score]:

@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True)
 class SeedStatistics:
-    """A figure over runs with several seeds.
+    """Retention or plasticity over runs that differ in their seed alone.
 
     Attributes:
         mean: Their mean, in the unit that it is shown in.
@@ -67,12 +67,12 @@ class Position:
 
     Attributes:
         stack: What their anchors are called; nothing of plain runs.
-        form: Of the penalty; likewise.
+        form: The form of the penalty; nothing of plain runs.
         strength: Lambda; 0 of plain runs.
         rows: The runs, finished or not.
         retention: What they kept; None unless one is finished.
-        plasticity: What they learned; likewise.
-        mean: Of both; None where they are not in one unit.
+        plasticity: What they learned; None unless one is finished.
+        mean: The mean of retention and plasticity; None where they are not in one unit.
     """
 
     stack: str
@@ -160,14 +160,13 @@ class Tradeoff:
     def _several_seeds(self) -> bool:
         return len({row.seed for row in self.rows}) > 1
 
-    def _text(self, spread: SeedStatistics | None, *, kept: bool) -> str:
-        if spread is None or self.group is None:
+    def _text(self, found: SeedStatistics | None, *, kept: bool) -> str:
+        if found is None or self.group is None:
             return NOTHING
-        text = self.group.retention_text(spread.mean) if kept else self.group.measure.text(spread.mean)
-        if spread.deviation is None:
+        text = self.group.retention_text(found.mean) if kept else self.group.measure.text(found.mean)
+        if found.deviation is None:
             return text
-        percent = text.endswith("%")
-        return f"{text} ± {spread.deviation:.1f}" if percent else f"{text} ± {spread.deviation:.3g}"
+        return f"{text} ± {found.deviation:{'.1f' if text.endswith('%') else '.3g'}}"
 
     def to_csv(self) -> str:
         """Return a line for each run, in the units of `run.json`."""
@@ -202,8 +201,8 @@ class Tradeoff:
                     **self._place(position),
                     "seeds": [row.seed for row in position.rows],
                     "runs": [row.name for row in position.rows],
-                    **self._spread("retention", position.retention, self._kept_scale),
-                    **self._spread("plasticity", position.plasticity, self._scale),
+                    **self._unscaled("retention", position.retention, self._kept_scale),
+                    **self._unscaled("plasticity", position.plasticity, self._scale),
                     "mean": _unscaled(position.mean, self._scale),
                     "marks": list(marks),
                 }
@@ -239,8 +238,8 @@ class Tradeoff:
         return {"anchors": of.stack or None, "penalty_form": of.form or None, "lambda": of.strength}
 
     @staticmethod
-    def _spread(name: str, spread: SeedStatistics | None, scale: float) -> dict[str, float | None]:
-        mean, deviation = (None, None) if spread is None else (spread.mean, spread.deviation)
+    def _unscaled(name: str, found: SeedStatistics | None, scale: float) -> dict[str, float | None]:
+        mean, deviation = (None, None) if found is None else (found.mean, found.deviation)
         return {name: _unscaled(mean, scale), f"{name}_deviation": _unscaled(deviation, scale)}
 
     def _figures(self, row: Row) -> dict[str, Any]:
@@ -309,14 +308,14 @@ def _position(stack: str, form: str, strength: float, rows: Sequence[Row], group
     done = [row.outcome for row in rows if row.outcome is not None]
     kept = learned = mean = None
     if group is not None and done:
-        kept = _spread([group.retention(one) for one in done], group, kept=True)
-        learned = _spread([one.plasticity(group.measure) for one in done], group, kept=False)
+        kept = _statistics([group.retention(one) for one in done], group, kept=True)
+        learned = _statistics([one.plasticity(group.measure) for one in done], group, kept=False)
         if kept and learned and (group.old or group.measure.scale == 100):
             mean = group.measure.mean([kept.mean, learned.mean])
     return Position(stack, form, strength, tuple(rows), kept, learned, mean)
 
 
-def _spread(values: Sequence[float | None], group: Group, *, kept: bool) -> SeedStatistics | None:
+def _statistics(values: Sequence[float | None], group: Group, *, kept: bool) -> SeedStatistics | None:
     numbers = [value for value in values if value is not None]
     if not numbers or len(numbers) < len(values):
         return None

@@ -73,7 +73,7 @@ def probes(unchanged, divergence):
 def test_one_run_says_its_outcome_and_all_that_belongs_to_it(tmp_path):
     page = page_of(write_run(tmp_path / "model-fmnist.run"))
     assert (
-        "Held at lambda 100, the model kept 93.3% accuracy on mnist (before: 97.6%) and learned fmnist to 85.3%."
+        "Held at lambda 100: accuracy went from 97.6% to 93.3% on mnist (old) and from 8.1% to 85.3% on fmnist (new)."
         in (page.pieces)
     )
     for heading in ("What was kept, what was learned", "Accuracy over the epochs", "Loss and penalty over the steps",
@@ -106,8 +106,8 @@ def test_provenance_has_every_anchor_with_digests_in_full(tmp_path):
 def test_several_runs_are_compared_with_plain_fine_tuning(tmp_path):
     page = page_of(write_sweep(tmp_path / "sweep"))
     assert (
-        "Of 14 held runs, K-FAC at lambda 10 has the best mean of old and new: it kept 97.3% accuracy on mnist "
-        "(before: 97.6%) and learned fmnist to 86.5%; plain fine-tuning kept 43.8% and learned 86.8%."
+        "Of 14 held runs, K-FAC at lambda 10 has the best mean of old and new: accuracy went from 97.6% to 97.3% "
+        "on mnist (old; plain fine-tuning: 43.8%) and from 8.1% to 86.5% on fmnist (new; plain fine-tuning: 86.8%)."
     ) in page.pieces
     assert "Frontier" in page.pieces
     assert {"diagonal Fisher, by lambda", "K-FAC, by lambda", "plain fine-tuning"} <= set(page.pieces)
@@ -125,7 +125,9 @@ def test_the_plain_run_beside_one_is_the_one_most_like_it(tmp_path):
     document = json.loads((like / "run.json").read_text())
     document["options"]["seed"] = 1
     (like / "run.json").write_text(json.dumps(document))
-    assert "plain fine-tuning kept 41.0% and learned 87.0%" in page_of(held, other, like, output=tmp_path / "a").text
+    said = page_of(held, other, like, output=tmp_path / "a").text
+    assert "mnist (old; plain fine-tuning: 41.0%)" in said
+    assert "fmnist (new; plain fine-tuning: 87.0%)" in said
     page = page_of(held, other, output=tmp_path / "b")
     assert "The plain run differs in seed too, beside the penalty." in page.pieces
 
@@ -150,9 +152,10 @@ def test_a_run_at_lambda_0_is_plain_and_one_on_other_data_is_not_compared(tmp_pa
     found = {"checkpoint": {"sha256": None, "architecture": "mlp"}}
     write_run(tmp_path / "all/base.run", data="mnist", anchors=[], before=base[0], after=base[1], found=found)
     page = page_of(tmp_path / "all")
-    assert "plain fine-tuning kept 50.0% and learned 90.0%." in page.text
+    assert "mnist (old; plain fine-tuning: 50.0%)" in page.text
+    assert "fmnist (new; plain fine-tuning: 90.0%)." in page.text
     assert "Learning mnist" in page.pieces
-    assert "The model learned mnist to 97.6%." in page.pieces
+    assert "Trained without a penalty: accuracy went from 10.0% to 97.6% on mnist (new)." in page.pieces
 
 
 def test_the_frontier_of_one_run_is_that_of_its_search(tmp_path):
@@ -167,10 +170,10 @@ def test_the_frontier_of_one_run_is_that_of_its_search(tmp_path):
 def test_where_no_old_domain_was_scored_the_probes_speak(tmp_path):
     before, after = [score("fmnist", 0.08)], [score("fmnist", 0.85)]
     page = page_of(write_run(tmp_path / "a.run", before=before, after=after, retention=probes(0.951, 0.041)))
-    assert "the model answers 95.1% of the probes of mnist as before and learned fmnist to 85.0%." in page.text
+    assert "95.1% of the probes of mnist are answered as before, and accuracy went from 8.0% to 85.0%" in page.text
     assert "No old domain was scored" in page.text
     page = page_of(write_run(tmp_path / "b.run", before=before, after=after))
-    assert "learned fmnist to 85.0%; what it kept of the old was not measured." in page.text
+    assert "to 85.0% on fmnist (new); what it kept of the old was not measured." in page.text
     assert "--eval" in page.text
     assert "consolidate --probe" in page.text
     page = page_of(write_run(tmp_path / "c.run", before=before, after=after, retention=probes(None, 0.041)))
@@ -192,20 +195,29 @@ def test_language_models_go_by_perplexity_and_regressions_by_loss(tmp_path):
     for name, strength, kept, learned in (("plain", 0, 108.5, 60.3), ("a", 30.0, 62.0, 63.4), ("b", 100.0, 53.7, 66.9)):
         write_language_model(tmp_path / "lm", name, strength, kept, learned)
     page = page_of(tmp_path / "lm")
-    assert "it ended with a perplexity of 53.7 on hf:code.jsonl (from 43.9) and 66.9 on hf:prose.jsonl" in page.text
-    assert "plain fine-tuning ended at 108.5 and 60.3." in page.text
+    assert "perplexity went from 43.9 to 53.7 on hf:code.jsonl (old; plain fine-tuning: 108.5)" in page.text
+    assert "from 195.0 to 66.9 on hf:prose.jsonl (new; plain fine-tuning: 60.3)." in page.text
     assert "lies up and to the right" in page.text
     curve = [score("csv:old.csv", None, 0.0032), score("csv:new.csv", None, 1.2)]
     after = [score("csv:old.csv", None, 0.0097), score("csv:new.csv", None, 0.0056)]
     page = page_of(write_run(tmp_path / "c.run", data="csv:new.csv", before=curve, after=after))
-    assert "ended with a loss of 0.0097 on csv:old.csv (from 0.0032) and 0.0056 on csv:new.csv (from 1.2)." in page.text
+    assert (
+        "loss went from 0.0032 to 0.0097 on csv:old.csv (old) and from 1.2 to 0.0056 on csv:new.csv (new)." in page.text
+    )
+
+
+def test_a_new_domain_without_a_score_is_named(tmp_path):
+    page = page_of(write_run(tmp_path / "a.run", data="other"))
+    assert "on fmnist (old); other was not scored." in page.text
 
 
 def test_more_than_two_old_domains_are_averaged(tmp_path):
     names = [f"mnist?permute={n}" for n in range(9)]
     before = [score(name, 0.9) for name in names]
     page = page_of(write_run(tmp_path / "a.run", data="mnist?permute=8", before=before, after=before))
-    assert "kept on average 90.0% accuracy on 8 old domains (before: 90.0%) and learned mnist?permute=8" in page.text
+    assert (
+        "from 90.0% to 90.0% in the mean over 8 domains (old) and from 90.0% to 90.0% on mnist?permute=8" in page.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -232,10 +244,10 @@ def test_the_new_domain_is_found_by_its_address(target, domains, expected):
     [
         (
             "failed: the loss is not finite at step 1300. Lower --lr",
-            "(the loss is not finite at step 1300); until then",
+            "The run failed after epoch 2 (the loss is not finite at step 1300): accuracy went from",
         ),
-        ("interrupted", "The run was interrupted after epoch 2; until then it kept"),
-        ("running", "The run is still going, or was killed, after epoch 2; until then it kept"),
+        ("interrupted", "The run was interrupted after epoch 2: accuracy went from"),
+        ("running", "The run is still going, or was killed, after epoch 2: accuracy went from"),
     ],
 )
 def test_an_unfinished_run_shows_what_there_is(tmp_path, status, said):
@@ -256,10 +268,10 @@ def test_a_run_without_lines_or_scores_is_shown(tmp_path):
     folder = write_run(tmp_path / "a.run", lines="", before=[], after=[], layers=None, command=None)
     (folder / "metrics.jsonl").unlink()
     page = page_of(folder)
-    assert "Held at lambda 100, the model was trained on fmnist; nothing was scored." in page.pieces
+    assert "Held at lambda 100: nothing was scored." in page.pieces
     assert "The run was made from Python, and no command does the same." in page.pieces
     page = page_of(write_run(tmp_path / "b.run", lines="", before=None, after=None, status="running"))
-    assert "before its first epoch was done, and nothing was scored." in page.text
+    assert "before its first epoch was done: nothing was scored." in page.text
 
 
 def test_what_is_not_finite_is_a_dash(tmp_path):
