@@ -10,8 +10,10 @@ For a module of your own, `register_rule`; `check_rule` compares it with autogra
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -197,61 +199,39 @@ def _transposed_convolution(
     return _filters(output, input, weight, bias, convolution)
 
 
-def _normalised(
-    output: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    view: Callable[[Tensor, Tensor], tuple[int, ...]],
-    normalise: Callable[[], Tensor],
-) -> Makers:
-    """Scale and shift behind a normalisation; `normalise` gives what the scale multiplies (the weight may be 0)."""
-    if bias is not None:
-        yield bias, _broadcast(bias, view(bias, output))
-    if weight is not None:
-        # Made when the gradient is there, so that it isn't kept beside the input meanwhile.
-        def multiplied(batch_first: BatchFirst) -> Callable[[slice], Tensor]:
-            made: list[Tensor] = []
+def _register_normalisation(function: Callable[..., Tensor], view: Callable[[Tensor, Tensor], tuple[int, ...]]) -> None:
+    """Register the rule of a normalisation whose scale and shift have the shape `view` where they meet the output."""
+    signature = inspect.signature(function)
 
-            def part(samples: slice) -> Tensor:
-                if not made:
-                    with torch.no_grad():
-                        made.append(batch_first(normalise()))
-                return made[0][samples]
+    def rule(output: Tensor, *args: Any, **kwargs: Any) -> Makers:
+        given = signature.bind(*args, **kwargs).arguments
+        weight, bias = given.pop("weight", None), given.pop("bias", None)
+        if "running_mean" in given and given.get("use_input_stats", True):
+            # They are not used then, but would be moved.
+            given |= {"running_mean": None, "running_var": None}
 
-            return part
+        def normalised(batch_first: BatchFirst) -> Callable[[slice], Tensor]:
+            # Made when the gradient is there, so that it isn't kept beside the input meanwhile. The scale does not say
+            # what it multiplied, for it may be 0.
+            @cache
+            def made() -> Tensor:
+                with torch.no_grad():
+                    return batch_first(function(**given))
 
-        yield weight, _broadcast(weight, view(weight, output), multiplied)
+            return lambda samples: made()[samples]
 
+        if bias is not None:
+            yield bias, _broadcast(bias, view(bias, output))
+        if weight is not None:
+            yield weight, _broadcast(weight, view(weight, output), normalised)
 
-@_rule(functional.layer_norm)
-def _layer_norm(
-    output: Tensor,
-    input: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Makers:
-    return _normalised(output, weight, bias, _trailing, lambda: functional.layer_norm(input, normalized_shape, eps=eps))
+    _rule(function)(rule)
 
 
-@_rule(functional.rms_norm)
-def _rms_norm(
-    output: Tensor, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
-) -> Makers:
-    return _normalised(output, weight, None, _trailing, lambda: functional.rms_norm(input, normalized_shape, eps=eps))
-
-
-@_rule(functional.group_norm)
-def _group_norm(
-    output: Tensor,
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Makers:
-    return _normalised(output, weight, bias, _channels, lambda: functional.group_norm(input, num_groups, eps=eps))
+_register_normalisation(functional.layer_norm, _trailing)
+_register_normalisation(functional.rms_norm, _trailing)
+_register_normalisation(functional.group_norm, _channels)
+_register_normalisation(functional.instance_norm, _channels)
 
 
 class _BatchNormOptions(NamedTuple):
@@ -318,36 +298,6 @@ def _affine(
 
 
 FORMS[functional.batch_norm] = _affine
-
-
-class _InstanceNormOptions(NamedTuple):
-    """The last arguments of torch's instance norm, in their order."""
-
-    use_input_stats: bool = True
-    momentum: float = 0.1
-    eps: float = 1e-5
-
-
-@_rule(functional.instance_norm)
-def _instance_norm(
-    output: Tensor,
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *last: Any,
-    **named: Any,
-) -> Makers:
-    own, _, eps = _InstanceNormOptions(*last, **named)
-    mean, var = (None, None) if own else (running_mean, running_var)
-    return _normalised(
-        output,
-        weight,
-        bias,
-        _channels,
-        lambda: functional.instance_norm(input, mean, var, use_input_stats=own, eps=eps),
-    )
 
 
 @_rule(functional.prelu, torch.Tensor.prelu)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,13 @@ _KINDS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv
 _SPLITS = {"train": ("train",), "test": ("test", "validation")}
 
 
+@dataclass
 class ImageColumn(Dataset[Any]):
     """Images of a column: uint8 tensors of shape `(channels, height, width)`, with labels if any."""
 
-    def __init__(self, images: Sequence[Any], labels: Tensor | None, options: Options) -> None:
-        self.images = images
-        self.labels = labels
-        self.options = options
+    images: Sequence[Any]
+    labels: Tensor | None
+    options: Options
 
     def __len__(self) -> int:
         return len(self.images)
@@ -39,11 +40,7 @@ class ImageColumn(Dataset[Any]):
     def subset(self, indices: Sequence[int]) -> ImageColumn:
         """Return some of them, in this order."""
         labels = None if self.labels is None else self.labels[torch.as_tensor(indices, dtype=torch.long)]
-        return ImageColumn([self.images[index] for index in indices], labels, self.options)
-
-    def with_options(self, options: Options) -> ImageColumn:
-        """Return the same images with other things done to each."""
-        return ImageColumn(self.images, self.labels, options)
+        return replace(self, images=[self.images[index] for index in indices], labels=labels)
 
     def __getitem__(self, index: int) -> Tensor | tuple[Tensor, Tensor]:
         from torchvision.transforms.v2.functional import pil_to_tensor

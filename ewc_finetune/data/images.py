@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,37 +19,28 @@ from ewc_finetune.errors import DataError, UsageError
 from ewc_finetune.specs.query import Address
 
 
+@dataclass
 class ImageFiles(Dataset[Any]):
     """Image files, decoded when asked for: uint8 tensors of shape `(channels, height, width)`, with labels if any.
 
-    Args:
+    Attributes:
         files: Paths, with labels.
         options: What is done to each image.
-
-    Attributes:
         alike: Whether they must be of one size.
+        shape: The shape of the first that was read.
     """
 
-    def __init__(self, files: list[tuple[str, int | None]], options: Options) -> None:
-        self.files = files
-        self.options = options
-        self.alike = True
-        self.shape: tuple[int, ...] | None = None
+    files: list[tuple[str, int | None]]
+    options: Options
+    alike: bool = True
+    shape: tuple[int, ...] | None = field(default=None, init=False)
 
     def __len__(self) -> int:
         return len(self.files)
 
     def subset(self, indices: Sequence[int]) -> ImageFiles:
         """Return some of them, in this order."""
-        chosen = ImageFiles([self.files[index] for index in indices], self.options)
-        chosen.alike = self.alike
-        return chosen
-
-    def with_options(self, options: Options) -> ImageFiles:
-        """Return the same images with other things done to each."""
-        images = ImageFiles(self.files, options)
-        images.alike = self.alike
-        return images
+        return replace(self, files=[self.files[index] for index in indices])
 
     def __getitem__(self, index: int) -> Tensor | tuple[Tensor, int]:
         from PIL import Image, UnidentifiedImageError

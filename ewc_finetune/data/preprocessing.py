@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +58,7 @@ def preprocessed(domain: Domain, task: ModelTask | None, model: nn.Module, label
         return _of_texts(domain, kind, task, model)
     if task is not None and task.kind == "image classification" and _is_image(domain):
         if isinstance(kind, ImageFiles):  # the processor makes them alike
-            kind = copy.copy(kind)
-            kind.alike = False
-            domain = replace(domain, samples=kind)
+            domain = replace(domain, samples=replace(kind, alike=False))
         processor = _processor(task.folder)
         return replace(domain, collate=lambda samples: _images(processor, samples))
     if task is not None and task.kind not in (None, "image classification") and _is_image(domain):
@@ -103,11 +100,11 @@ def _of_texts(domain: Domain, samples: Texts | TextStream | Generated, task: Mod
     )
 
 
+@dataclass
 class _Ids(torch.utils.data.Dataset[list[int]]):
     """Token ids, a list to a sample."""
 
-    def __init__(self, ids: Sequence[list[int]]) -> None:
-        self.ids = ids
+    ids: Sequence[list[int]]
 
     def __len__(self) -> int:
         return len(self.ids)

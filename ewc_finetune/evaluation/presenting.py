@@ -51,7 +51,7 @@ def _reshaped(domain: Domain, assumption: Assumption, progress: Progress) -> Dom
     if not known.reshapes or (domain.transform is not None and domain.transform.reshapes):
         return domain
     if isinstance(samples, (ImageFiles, ImageColumn)):
-        domain = replace(domain, samples=samples.with_options(replace(samples.options, transform=known)))
+        domain = replace(domain, samples=replace(samples, options=replace(samples.options, transform=known)))
     elif (
         isinstance(samples, TensorDataset)
         and assumption.source == "record"
