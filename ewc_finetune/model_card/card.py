@@ -11,7 +11,8 @@ from ewc_finetune.model_card.front_matter import LINE_BREAK, with_front_matter
 from ewc_finetune.model_card.published import Published
 from ewc_finetune.model_card.section import BEGIN, END, section
 
-_BEGIN, _END = (re.compile(mark.replace(" ", r"\s*")) for mark in (BEGIN, END))
+_BEGIN = re.compile(BEGIN.replace(" ", r"\s*"))
+_END = re.compile(END.replace(" ", r"\s*"))
 
 
 def updated_card(existing: str | None, found: Inspection, place: Published) -> tuple[str, list[str]]:

@@ -13,8 +13,10 @@ from ewc_finetune.data.transform import Transform, is_transform
 from ewc_finetune.model_card.published import Published
 from ewc_finetune.model_card.text import code, code_of, last_part, name_of, place_of, some
 
-# How many anchors that it comes from have a row or line each, and how many classes are named.
-_PARENTS, _CLASSES = 24, 12
+# So many anchors that it comes from have a row or line each.
+_PARENTS = 24
+# So many classes are named.
+_CLASSES = 12
 _CURVATURES = {
     "diagonal": "diagonal of the Fisher information: a number for each weight",
     "identity": "identity: every weight counts alike (plain L2)",

@@ -9,7 +9,7 @@ from urllib.parse import quote
 from ewc_finetune.anchor.describe import counted
 from ewc_finetune.model_card.text import code
 
-# Of more layers those with the largest shares have a row, or a bar, each.
+# So many layers have a row, or a bar, each: those with the largest shares.
 _LAYERS = 12
 _BARS = 24
 

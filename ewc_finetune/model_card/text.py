@@ -14,8 +14,10 @@ from typing import TypeVar
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 REVISION = re.compile(r"\w[\w./-]*", re.ASCII)
 FILE_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
-# Longer texts are cut, and of longer lists the first ones are named.
-_LONGEST, _NAMED = 200, 8
+# Texts with more characters are cut.
+_LONGEST = 200
+# So many of a longer list are named, the first ones.
+_NAMED = 8
 # What would end a code span or a table's cell, or could be taken for HTML once somebody copies it.
 _LOOKALIKES = str.maketrans(
     {

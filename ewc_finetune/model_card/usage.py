@@ -24,7 +24,7 @@ _PROGRAMS = {
     Exported.format: (Exported.ending, ""),
     Pickled.format: (Pickled.ending, ""),
 }
-# Of shards an anchor makes one file.
+# What is trained from an anchor that was made of shards is one file.
 _SAFETENSORS = (SafetensorsFile.format, Sharded.format)
 
 

@@ -126,7 +126,7 @@ def frontier_chart(curves: Sequence[Curve], measure: Measure, kept: str, where: 
 
     Args:
         curves: Points of (learned, kept), with lambdas for labels.
-        measure: Of what is learned, and of what is kept unless that is a share of probes.
+        measure: What is learned is measured by, and what is kept unless that is a share of probes.
         kept: What is kept, with its unit.
         where: What is learned.
         chosen: The point that gets a ring.
@@ -159,7 +159,7 @@ def grouped(outcomes: Sequence[Outcome], settings: Mapping[str, Setting]) -> lis
 
     Args:
         outcomes: What came of each run.
-        settings: See `Group`.
+        settings: Options that change what a run learns, beside its anchors and lambda.
     """
     groups: dict[Any, list[Outcome]] = {}
     for outcome in outcomes:

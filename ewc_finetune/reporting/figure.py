@@ -19,7 +19,9 @@ Lines = Sequence[Mapping[str, Any]]
 _WIDE = 30.0
 # Beyond so many domains a plain run's curves would only be in the way.
 _MOST_BESIDE = 4
-_NEW, _OLD = "k1", ("k0", "k2", "k3", "k4", "k5")
+# The style of the new domain, and those of the old ones.
+_NEW = "k1"
+_OLD = ("k0", "k2", "k3", "k4", "k5")
 
 
 @dataclass(frozen=True)

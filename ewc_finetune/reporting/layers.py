@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from ewc_finetune.anchor.describe import percent
 from ewc_finetune.reporting.outcome import Outcome
 
-# A longer list begins with as many of its layers, those that matter most.
-MOST, FIRST = 24, 12
+# Up to so many layers are all shown at first.
+MOST = 24
+# Of a longer list so many are shown at first, those that matter most.
+FIRST = 12
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class Layer:
     Attributes:
         name: Its name.
         parameters: How many numbers it has.
-        share: Of the importance, 0 to 1; None where it is not known.
+        share: Its share of the importance, 0 to 1; None where it is not known.
         moved: How far its weights went, relative to their size.
     """
 

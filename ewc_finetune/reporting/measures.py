@@ -17,7 +17,7 @@ class Measure:
 
     Attributes:
         name: What it is called, and its key in a score.
-        unit: Of an axis.
+        unit: The label of an axis that shows it.
         scale: What a score's number is multiplied by to be shown.
         rising: Whether more is better.
     """

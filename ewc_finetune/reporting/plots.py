@@ -33,9 +33,10 @@ COLOURS = {
     "page": "#fbfaf8", "ink": "#1c1d20", "soft": "#5b5e66", "grid": "#e8e6e0", "plain": "#74777f", "k0": "#1f5fae",
     "k1": "#bf4e0b", "k2": "#0d7a5f", "k3": "#8b3d8f", "k4": "#806000", "k5": "#b03060",
 }  # fmt: skip
-# In pixels, as the page has it on a phone or in two columns, so that its text keeps its size.
-_WIDTH, _HEIGHT = 420, 290
-# Of the widest sans serif's digits, in the same pixels.
+# The size of a chart on the page in pixels: as it is on a phone or in two columns, so that its text keeps its size.
+_WIDTH = 420
+_HEIGHT = 290
+# How wide a digit may be in whatever sans serif the page has, in pixels.
 _CHARACTER = 9.2
 # Up to so many points of a line are marked.
 _MARKED = 20
@@ -91,7 +92,7 @@ class Curve:
         name: For the legend.
         style: Its colour (`COLOURS`); behind it `beside` for a faint line of dots, `again` for a dashed one.
         points: What is drawn, in order of x.
-        labels: Of a scatter plot, the text at each point.
+        labels: The text at each point of a scatter plot; a line has none.
         joined: Whether a line goes through the points.
         deviations: How far other runs lie from each point, to both sides; none where that is not known.
     """
@@ -202,7 +203,7 @@ def draw_importance(path: Path, layers: Sequence[Mapping[str, Any]], title: str,
 
     Args:
         path: The file to write, in the format that it ends in.
-        layers: Of each, `layer` and `share`.
+        layers: The `layer` and `share` of each.
         title: One line above the figure.
         overwrite: Whether a file that is there may be replaced.
     """

@@ -115,21 +115,22 @@ def section_of(outcome: Outcome, group: Group) -> Section:
 def _key_figures(outcome: Outcome, group: Group) -> list[KeyFigure]:
     measure, plain = group.measure, group.plain_for(outcome)
     kept, learned = outcome.retention(measure), outcome.plasticity(measure)
-    found = []
+    figures = []
     if kept is not None:
         before = measure.mean([measure.of(outcome.before.get(name)) for name in outcome.old])
         where = outcome.spoken[outcome.old[0]] if len(outcome.old) == 1 else f"{len(outcome.old)} old domains"
-        found.append(KeyFigure(f"Kept: {_on(measure)}{where}", measure.text(kept), _was(measure, before, kept), "k0"))
+        note = _was(measure, before, kept)
+        figures.append(KeyFigure(f"Kept: {measure.name} on {where}", measure.text(kept), note, "k0"))
     elif outcome.unchanged is not None:
-        found.append(KeyFigure("Kept: probes answered as before", f"{outcome.unchanged:.1f}%", "", "k0"))
+        figures.append(KeyFigure("Kept: probes answered as before", f"{outcome.unchanged:.1f}%", "", "k0"))
     elif outcome.probes and outcome.probes[0].get("divergence") is not None:
         most = max(probe.get("divergence") or 0.0 for probe in outcome.probes)
-        found.append(KeyFigure("Kept: change on the probes", f"{most:.2g} nats", "0 is no change", "k0"))
+        figures.append(KeyFigure("Kept: change on the probes", f"{most:.2g} nats", "0 is no change", "k0"))
     if learned is not None:
-        before = measure.of(outcome.before.get(str(outcome.new)))
-        name = outcome.spoken[str(outcome.new)]
-        found.append(
-            KeyFigure(f"Learned: {_on(measure)}{name}", measure.text(learned), _was(measure, before, learned), "k1")
+        name = str(outcome.new)
+        note = _was(measure, measure.of(outcome.before.get(name)), learned)
+        figures.append(
+            KeyFigure(f"Learned: {measure.name} on {outcome.spoken[name]}", measure.text(learned), note, "k1")
         )
     if plain is not None and kept is not None:
         beside, at = plain.retention(measure, outcome.old), plain.plasticity(measure)
@@ -137,13 +138,12 @@ def _key_figures(outcome: Outcome, group: Group) -> list[KeyFigure]:
             change = measure.change(at, learned)
             note = f"learned: {change}" if change else ""
             value, _, unit = measure.change(beside, kept).partition(" ")
-            found.append(KeyFigure("Kept, against plain fine-tuning", value, note, unit=unit))
+            figures.append(KeyFigure("Kept, against plain fine-tuning", value, note, unit=unit))
     if outcome.held:
         searched = "found by search" if outcome.options.get("lambda") == "auto" else ""
         note = searched or (f"{len(outcome.anchors)} anchors" if len(outcome.anchors) > 1 else outcome.kind)
-        found.append(KeyFigure("Lambda", outcome.strength, note))
-    found += _effort(outcome)
-    return found
+        figures.append(KeyFigure("Lambda", outcome.strength, note))
+    return figures + _effort(outcome)
 
 
 def _effort(outcome: Outcome) -> list[KeyFigure]:
@@ -158,10 +158,6 @@ def _duration(seconds: float) -> str:
         return f"{seconds:.1f} s of training"
     minutes, hours = seconds / 60, seconds / 3600
     return f"{minutes:.0f} min of training" if minutes < 100 else f"{hours:.1f} h of training"
-
-
-def _on(measure: Measure) -> str:
-    return f"{measure.name} on "
 
 
 def _was(measure: Measure, before: float | None, after: float) -> str:

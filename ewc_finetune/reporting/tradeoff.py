@@ -17,7 +17,10 @@ from ewc_finetune.reporting.measures import NOTHING
 from ewc_finetune.reporting.outcome import Outcome
 from ewc_finetune.reporting.plots import Curve, Point, draw_charts
 
-KNEE, BEST, ON = "knee", "best mean", "on the frontier"
+# What a point is marked with.
+KNEE = "knee"
+BEST = "best mean"
+ON = "on the frontier"
 
 
 @dataclass(frozen=True)
@@ -25,11 +28,11 @@ class Row:
     """One run.
 
     Attributes:
-        name: Of its checkpoint and run folder, without ending.
+        name: The name of its checkpoint and run folder, without ending.
         stack: What its anchors are called.
         strength: Lambda; 0 is plain fine-tuning.
-        form: Of the penalty.
-        seed: Of the run.
+        form: The form of the penalty.
+        seed: The seed of the run.
         status: `finished`, `failed: ...`, `waiting`, or what its run folder says.
         outcome: What came of it, once it is finished.
     """

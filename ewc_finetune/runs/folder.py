@@ -34,7 +34,7 @@ class RunFolder:
 
     Attributes:
         path: The run folder.
-        last: Of the checkpoint after the last evaluation, while the run is under way.
+        last: Where the checkpoint after the last evaluation is, while the run is under way.
         document: What `run.json` says.
     """
 

@@ -24,7 +24,9 @@ from ewc_finetune.sweeps.grid import Point, stack_label
 
 FORMAT = "ewc-sweep"
 FORMAT_VERSION = 1
-DOCUMENT, TABLE, FIGURE = "sweep.json", "sweep.csv", "frontier.png"
+DOCUMENT = "sweep.json"
+TABLE = "sweep.csv"
+FIGURE = "frontier.png"
 
 
 @dataclass
@@ -37,6 +39,7 @@ class SweepFolder:
         new: The new domain.
         old: The other domains that are scored.
         failures: Why runs failed, by name.
+        left_out: Names of runs that are there and do not belong with the others.
     """
 
     path: Path

@@ -27,7 +27,7 @@ class Point:
     """One run of a sweep.
 
     Attributes:
-        name: Of its checkpoint and run folder, without ending.
+        name: The name of its checkpoint and run folder, without ending.
         stack: The name of its stack of anchors.
         anchors: The anchors that hold the run, oldest first.
         strength: Lambda, the same for all of them; 0 is plain fine-tuning.
@@ -77,7 +77,7 @@ def grid(
     return points
 
 
-# More runs than that nobody means.
+# A sweep of more runs is taken for a mistake.
 _MOST = 10_000
 
 

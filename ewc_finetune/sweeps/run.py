@@ -16,7 +16,7 @@ from ewc_finetune.finetuning.options import FinetuneOptions
 from ewc_finetune.finetuning.plan import plan as plan_run
 from ewc_finetune.finetuning.run import run as do_run
 from ewc_finetune.progress import Bar, Progress, Silent
-from ewc_finetune.reporting.tradeoff import Position, Tradeoff
+from ewc_finetune.reporting.tradeoff import BEST, KNEE, Position, Tradeoff
 from ewc_finetune.storage.workspace import remove
 from ewc_finetune.sweeps.folder import SweepFolder
 from ewc_finetune.sweeps.plan import SweepPlan, what_is_left
@@ -116,7 +116,7 @@ def _ending_well(folder: SweepFolder, progress: Progress) -> Iterator[None]:
 def _discard(done: Sweep, folder: SweepFolder, progress: Progress) -> None:
     """Remove the checkpoints, but for those of the knee and of the best mean."""
     tradeoff = done.tradeoff
-    kept = [n for n, marks in enumerate(tradeoff.marks) if {"knee", "best mean"} & set(marks)]
+    kept = [n for n, marks in enumerate(tradeoff.marks) if {KNEE, BEST} & set(marks)]
     if not kept:
         progress.note("no point is better than all others, so every checkpoint is kept")
         return
