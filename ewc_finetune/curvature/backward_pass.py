@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from ewc_finetune.curvature.batch_dims import BatchDim, BatchFirst, CourseChangedError
 from ewc_finetune.curvature.call_recorder import Call, CallRecorder, Signature
 from ewc_finetune.curvature.kfac_factors import BlockSums
-from ewc_finetune.curvature.per_sample_gradients import BySquares, Factored, Shared, Use, Workspace, sum_by_sample
+from ewc_finetune.curvature.per_sample_gradients import BySquares, Factored, Scratch, Shared, Use, sum_by_sample
 from ewc_finetune.likelihood.output_fisher import OutputFisher
 from ewc_finetune.modules.batch import Inputs, call, count
 from ewc_finetune.modules.precision import wide
@@ -74,24 +74,24 @@ class _Watched:
     blocks: list[BlockSums] = field(default_factory=list)
     squares: Tensor | None = None
 
-    def receive(self, gradient: Tensor, workspace: Workspace) -> None:
+    def receive(self, gradient: Tensor, scratch: Scratch) -> None:
         """Take in the gradient of one vector, batch first."""
         others = [use for use in self.uses.values() if not _takes_squares(use, gradient.shape)]
         if len(others) < len(self.uses):
             g = wide(gradient)
             self.squares = g.square() if self.squares is None else self.squares.addcmul_(g, g)
         for use in others:
-            use.add(gradient, workspace)
+            use.add(gradient, scratch)
         for block in self.blocks:
             block.add(gradient)
 
-    def finish(self, shape: tuple[int, ...], workspace: Workspace) -> Squares:
+    def finish(self, shape: tuple[int, ...], scratch: Scratch) -> Squares:
         """Return what the uses have summed, and let go of what they held; `shape` is the gradients', batch first."""
         sums = {}
         by_sample = None if self.squares is None else sum_by_sample(self.squares)
         for name, use in self.uses.items():
             if self.squares is not None and by_sample is not None and _takes_squares(use, shape):
-                sums[name] = use.from_squares(self.squares, by_sample, workspace)
+                sums[name] = use.from_squares(self.squares, by_sample, scratch)
             else:
                 sums[name] = use.finish()
         self.uses, self.squares = {}, None
@@ -110,7 +110,7 @@ class RuledPass:
         parameters: The parameters whose every use has a rule, and others that are not expected to be used at all.
         course: The calls that are to be expected.
         inputs: One batch.
-        workspace: Memory that is used again from batch to batch.
+        scratch: Memory that is used again from batch to batch.
         forms: Whether functions may take their cheaper forms; not where something else runs the model once more.
         wanted: What collects the blocks of some weights from their uses; no squares are taken of those weights.
         repeated: Embeddings to look up for each sample anew; see `CallRecorder`.
@@ -129,7 +129,7 @@ class RuledPass:
         parameters: Mapping[str, Tensor],
         course: Course,
         inputs: Inputs,
-        workspace: Workspace,
+        scratch: Scratch,
         forms: bool = True,
         wanted: Mapping[str, Callable[[Factored], BlockSums]] | None = None,
         repeated: Collection[str] = (),
@@ -137,7 +137,7 @@ class RuledPass:
         self.blocks: list[BlockSums] = []
         self._wanted = wanted or {}
         self._course = course
-        self._workspace = workspace
+        self._scratch = scratch
         self._batch = count(inputs)
         self._ends: list[GradientEdge] = []  # where backward may stop: nothing that is asked for lies beyond
         self._hooks: list[RemovableHandle] = []
@@ -222,9 +222,9 @@ class RuledPass:
             by_sample = watched.batch_first(gradient)
             if self._scale is not None:
                 by_sample = wide(by_sample) * self._scale.view(-1, *[1] * (by_sample.ndim - 1))
-            watched.receive(by_sample, self._workspace)
+            watched.receive(by_sample, self._scratch)
             if self._last:
-                self._results |= watched.finish(by_sample.shape, self._workspace)
+                self._results |= watched.finish(by_sample.shape, self._scratch)
             for name, place in watched.shared.items():
                 self._arrived[name][place] = by_sample
 
@@ -239,7 +239,7 @@ class RuledPass:
         """
         if self._readout is not None:
             self._readout.squares = self._readout.batch_first(output_fisher.squares())
-            self._results |= self._readout.finish(self._readout.squares.shape, self._workspace)
+            self._results |= self._readout.finish(self._readout.squares.shape, self._scratch)
             for block in self._readout.blocks:
                 for m in range(output_fisher.count):
                     block.add(self._readout.batch_first(output_fisher[m]))
@@ -250,7 +250,7 @@ class RuledPass:
             self._arrived = {name: [None] * len(uses) for name, uses in self._uses.items()}
             torch.autograd.grad(self.outputs, self._ends, vector, retain_graph=not self._last, allow_unused=True)
             for name, use in shared.items():
-                use.add_all(self._arrived[name], self._workspace)
+                use.add_all(self._arrived[name], self._scratch)
         for name, use in shared.items():
             if use.squares is not None:
                 self._results[name] = use.finish()

@@ -13,9 +13,9 @@ from ewc_finetune.choices import KfacForm
 from ewc_finetune.curvature import fallback
 from ewc_finetune.curvature.backward_pass import RuledPass, Squares, differentiable
 from ewc_finetune.curvature.batch_dims import CourseChangedError
-from ewc_finetune.curvature.kfac_factors import BlockSums, Layer
-from ewc_finetune.curvature.per_sample_gradients import Workspace, budget
-from ewc_finetune.curvature.plan import Plan, agree, make_plan, narrow
+from ewc_finetune.curvature.kfac_factors import BlockSums, KfacLayer
+from ewc_finetune.curvature.per_sample_gradients import Scratch, budget
+from ewc_finetune.curvature.plan import GradientPlan, agree, make_plan, narrow
 from ewc_finetune.errors import ArchitectureError, first_line
 from ewc_finetune.likelihood.output_fisher import OutputFisher
 from ewc_finetune.modules.batch import Inputs, call, count, each, signature, take, tensors
@@ -43,17 +43,17 @@ class Engine:
         self.model = model
         self.parameters = parameters
         self.changed = 0
-        self.layers: dict[str, Layer] = {}
+        self.layers: dict[str, KfacLayer] = {}
         self.form: KfacForm = "expand"
         self._rules = rules
-        self._plans: dict[object, Plan] = {}
-        self._workspace = Workspace()
+        self._plans: dict[object, GradientPlan] = {}
+        self._scratch = Scratch()
         self._refusal: str | None = None
         self._chunks = 0
         self._samples = 0
         self._generator = torch.Generator().manual_seed(0)
 
-    def plan(self, inputs: Inputs) -> Plan:
+    def plan(self, inputs: Inputs) -> GradientPlan:
         """Return the plan for samples of this shape; made on the first of them (see `make_plan`)."""
         key = signature(inputs)
         if key not in self._plans:
@@ -127,7 +127,7 @@ class Engine:
 
     def _by_rules(
         self,
-        plan: Plan,
+        plan: GradientPlan,
         ruled: Mapping[str, Tensor],
         inputs: Inputs,
         fisher_of: Callable[[Tensor], OutputFisher],
@@ -150,7 +150,7 @@ class Engine:
                 watched,
                 plan.course,
                 _fresh(plan, inputs),
-                self._workspace,
+                self._scratch,
                 plan.forms,
                 wanted,
                 plan.repeated,
@@ -159,14 +159,14 @@ class Engine:
             fisher = fisher_of(passed.outputs)
             return passed.outputs.detach(), fisher, passed.squares(fisher), passed.blocks
 
-    def _forward(self, plan: Plan, inputs: Inputs) -> Tensor:
+    def _forward(self, plan: GradientPlan, inputs: Inputs) -> Tensor:
         # Not under no_grad: a model may take gradients of its own on the way.
         with differentiable(self.model, {}):
             return call(self.model, _fresh(plan, inputs)).detach()
 
     def _wrong(
         self,
-        plan: Plan,
+        plan: GradientPlan,
         ruled: Mapping[str, Tensor],
         inputs: Inputs,
         fisher: OutputFisher,
@@ -202,7 +202,9 @@ class Engine:
                 course=narrow(plan.course, set(self.parameters) - set(wrong)),
             )
 
-    def _fall_back(self, plan: Plan, parameters: Mapping[str, Tensor], inputs: Inputs, fisher: OutputFisher) -> Squares:
+    def _fall_back(
+        self, plan: GradientPlan, parameters: Mapping[str, Tensor], inputs: Inputs, fisher: OutputFisher
+    ) -> Squares:
         self._refusal = self._refusal or plan.refusal
         total: Squares = {}
         step = fallback.chunk_size(parameters)
@@ -216,7 +218,7 @@ class Engine:
                     total[name] = squares, by_sample
         return total
 
-    def _part(self, plan: Plan, parameters: Mapping[str, Tensor], inputs: Inputs, vectors: Tensor) -> Squares:
+    def _part(self, plan: GradientPlan, parameters: Mapping[str, Tensor], inputs: Inputs, vectors: Tensor) -> Squares:
         if self._refusal is None:
             try:
                 return fallback.vectorised(self.model, parameters, _fresh(plan, inputs), vectors)
@@ -251,7 +253,7 @@ class Engine:
         return "gradients: " + ", ".join(parts)
 
 
-def _fresh(plan: Plan, inputs: Inputs) -> Inputs:
+def _fresh(plan: GradientPlan, inputs: Inputs) -> Inputs:
     """Return a copy, if the model would change it."""
     return each(torch.clone, inputs) if plan.mutates else inputs
 

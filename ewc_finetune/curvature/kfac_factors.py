@@ -28,7 +28,7 @@ LARGEST = 8192
 
 
 @dataclass(frozen=True)
-class Layer:
+class KfacLayer:
     """A weight that has a Kronecker-factored block, with the bias that is in it.
 
     Attributes:
@@ -67,7 +67,7 @@ class BlockSums:
     """
 
     def __init__(
-        self, layer: Layer, use: Factored, form: KfacForm, checked: int | None, mask: Tensor | None = None
+        self, layer: KfacLayer, use: Factored, form: KfacForm, checked: int | None, mask: Tensor | None = None
     ) -> None:
         self.layer = layer
         self._use = use

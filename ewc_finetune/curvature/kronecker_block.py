@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ewc_finetune.choices import KfacDtype
 from ewc_finetune.curvature.kronecker_factors import AUTO_RANK, COARSE, EighDecomposed, Factor, Rank, spectral_function
-from ewc_finetune.curvature.truncated_product import Cut
+from ewc_finetune.curvature.truncated_product import CutBlock
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Block:
         return along + coarse.products * (narrow.size + len(narrow.eigenvalues))
 
     @cached_property
-    def _cut(self) -> Cut | None:
+    def _cut(self) -> CutBlock | None:
         """See `terms`; None unless both factors are cut."""
         a, g = self.input, self.output
         if not isinstance(a, EighDecomposed) or not isinstance(g, EighDecomposed) or a.complete or g.complete:
@@ -78,7 +78,7 @@ class Block:
             held = wide.eigenvalues.double().cumsum(0)
             enough = int((left * (wide.trace - held) > COARSE * self.trace).sum()) + 1
             count = min(count, max(as_large, enough))
-        return Cut(narrow, wide, wide.leading(count), narrow is g)
+        return CutBlock(narrow, wide, wide.leading(count), narrow is g)
 
     def terms(self) -> list[tuple[Factor, Factor]]:
         """Return the factors, input and output, of the Kronecker products that the block is the sum of.

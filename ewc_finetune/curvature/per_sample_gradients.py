@@ -37,7 +37,7 @@ def chunks(batch: int, elements: int, device: torch.device) -> Iterator[slice]:
         yield slice(start, min(start + step, batch))
 
 
-class Workspace:
+class Scratch:
     """Memory for one chunk of per-sample gradients, used again for every chunk.
 
     Fresh memory of this size comes from the system each time, and page faults would cost more than the products.
@@ -110,17 +110,17 @@ class Use(Sums, ABC):
     """One use of one parameter, for one batch."""
 
     @abstractmethod
-    def gradients(self, gradient: Tensor, samples: slice, workspace: Workspace | None = None) -> Tensor:
+    def gradients(self, gradient: Tensor, samples: slice, scratch: Scratch | None = None) -> Tensor:
         """Return these samples' gradients by the parameter, shape `(samples, *shape)`.
 
-        `gradient` is G of all the batch's samples. The result is the caller's to change, and lies in the workspace if
+        `gradient` is G of all the batch's samples. The result is the caller's to change, and lies in the scratch if
         there is one.
         """
 
-    def add(self, gradient: Tensor, workspace: Workspace) -> None:
+    def add(self, gradient: Tensor, scratch: Scratch) -> None:
         """Add the squares for one vector at the outputs, whose gradient here is `gradient`."""
         for samples in self._chunks(gradient):
-            self._add_chunk(self.gradients(gradient, samples, workspace), samples)
+            self._add_chunk(self.gradients(gradient, samples, scratch), samples)
 
 
 class BySquares(Use):
@@ -131,7 +131,7 @@ class BySquares(Use):
         """Whether that is so for a G of this shape; `from_squares` then takes the place of `add`."""
 
     @abstractmethod
-    def from_squares(self, squares: Tensor, by_sample: Tensor, workspace: Workspace) -> tuple[Tensor, Tensor]:
+    def from_squares(self, squares: Tensor, by_sample: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """Return what `finish` would, from the squares of G summed over the vectors, and their sums by sample."""
 
 
@@ -167,7 +167,7 @@ class Dense(BySquares, Factored):
         self.inputs = inputs
         self.transposed = transposed
 
-    def gradients(self, gradient: Tensor, samples: slice, workspace: Workspace | None = None) -> Tensor:
+    def gradients(self, gradient: Tensor, samples: slice, scratch: Scratch | None = None) -> Tensor:
         """See `Use`."""
         g, a = wide(gradient[samples]).flatten(1), wide(self.inputs[samples]).flatten(1)
         return a[:, :, None] * g[:, None, :] if self.transposed else g[:, :, None] * a[:, None, :]
@@ -184,10 +184,10 @@ class Dense(BySquares, Factored):
         """See `Use`."""
         return True
 
-    def from_squares(self, squares: Tensor, by_sample: Tensor, workspace: Workspace) -> tuple[Tensor, Tensor]:
+    def from_squares(self, squares: Tensor, by_sample: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """See `Use`."""
         inputs = wide(self.inputs).flatten(1)
-        g, a = squares.flatten(1), torch.mul(inputs, inputs, out=workspace(inputs.shape, inputs))
+        g, a = squares.flatten(1), torch.mul(inputs, inputs, out=scratch(inputs.shape, inputs))
         return a.T @ g if self.transposed else g.T @ a, by_sample * sum_by_sample(a)
 
 
@@ -199,11 +199,11 @@ class DenseSequence(Factored):
         self.inputs = inputs.flatten(1, -2)  # (batch, positions, features)
         self.transposed = transposed
 
-    def gradients(self, gradient: Tensor, samples: slice, workspace: Workspace | None = None) -> Tensor:
+    def gradients(self, gradient: Tensor, samples: slice, scratch: Scratch | None = None) -> Tensor:
         """See `Use`."""
         g, a = wide(gradient[samples]).flatten(1, -2), wide(self.inputs[samples])
         left, right = (a, g) if self.transposed else (g, a)
-        out = None if workspace is None else workspace((len(g), *self.shape), g)
+        out = None if scratch is None else scratch((len(g), *self.shape), g)
         return torch.bmm(left.mT, right, out=out)
 
     def input_vectors(self, samples: slice) -> Tensor:
@@ -245,17 +245,17 @@ class Broadcast(BySquares):
         """See `Use`."""
         return tuple(shape[1:]) == self.view
 
-    def from_squares(self, squares: Tensor, by_sample: Tensor, workspace: Workspace) -> tuple[Tensor, Tensor]:
+    def from_squares(self, squares: Tensor, by_sample: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """See `Use`."""
         if self.multiplied is not None:
             other = wide(self.multiplied(slice(None)))
-            squares = torch.mul(other, other, out=workspace(other.shape, other)).mul_(squares)
+            squares = torch.mul(other, other, out=scratch(other.shape, other)).mul_(squares)
             weights = squares.new_ones(self.view) if self.scale is None else self.scale.square()
             by_sample = squares.reshape(self.batch, -1) @ weights.flatten()
             return sum_over_samples(squares).view(self.shape) * weights.view(self.shape), by_sample
         return sum_over_samples(squares).view(self.shape), by_sample
 
-    def gradients(self, gradient: Tensor, samples: slice, workspace: Workspace | None = None) -> Tensor:
+    def gradients(self, gradient: Tensor, samples: slice, scratch: Scratch | None = None) -> Tensor:
         """See `Use`."""
         g = wide(gradient[samples])
         repeated = [dim for dim, size in enumerate(self.view, start=1) if size == 1 and g.shape[dim] != 1]
@@ -277,7 +277,7 @@ class Lookup(Use):
         self.indices = indices.flatten(1)
         self.padding = padding
 
-    def gradients(self, gradient: Tensor, samples: slice, workspace: Workspace | None = None) -> Tensor:
+    def gradients(self, gradient: Tensor, samples: slice, scratch: Scratch | None = None) -> Tensor:
         """See `Use`."""
         g, indices = self._kept(gradient, samples)
         rows, width = self.shape
@@ -285,7 +285,7 @@ class Lookup(Use):
         result.index_add_(0, self._keys(indices).flatten(), g.flatten(0, 1))
         return result.view(len(g), rows, width)
 
-    def add(self, gradient: Tensor, workspace: Workspace) -> None:
+    def add(self, gradient: Tensor, scratch: Scratch) -> None:
         """See `Use`. Only the rows that a sample looked up are made, not its whole gradient."""
         g, indices = self._kept(gradient, slice(None))
         keys, inverse = self._keys(indices).flatten().unique(return_inverse=True)  # type: ignore[no-untyped-call]
@@ -317,11 +317,11 @@ class Filter(Factored):
         self.inputs = inputs  # (batch, images of a sample, channels, *space)
         self.convolution = convolution
 
-    def gradients(self, gradient: Tensor, samples: slice, workspace: Workspace | None = None) -> Tensor:
+    def gradients(self, gradient: Tensor, samples: slice, scratch: Scratch | None = None) -> Tensor:
         """See `Use`."""
         g, a = wide(gradient[samples]), wide(self.inputs[samples])
         images = a.shape[:2]
-        out = None if workspace is None else workspace((images.numel(), *self.shape), a)
+        out = None if scratch is None else scratch((images.numel(), *self.shape), a)
         by_image = weight_gradients(self.convolution, self.shape, a.flatten(0, 1), g.flatten(0, 1), out)
         return by_image if images[1] == 1 else torch.unflatten(by_image, 0, images).sum(dim=1)
 
@@ -350,7 +350,7 @@ class Custom(Use):
         super().__init__(shape, batch)
         self.rule = rule
 
-    def gradients(self, gradient: Tensor, samples: slice, workspace: Workspace | None = None) -> Tensor:
+    def gradients(self, gradient: Tensor, samples: slice, scratch: Scratch | None = None) -> Tensor:
         """See `Use`."""
         return wide(self.rule(gradient)[samples]).clone()
 
@@ -362,14 +362,14 @@ class Shared(Sums):
         super().__init__(uses[0].shape, uses[0].batch)
         self.uses = uses
 
-    def add_all(self, gradients: Sequence[Tensor | None], workspace: Workspace) -> None:
+    def add_all(self, gradients: Sequence[Tensor | None], scratch: Scratch) -> None:
         """Add the squares for one vector; a use whose output has no part in the model's has None."""
         present = [(use, g) for use, g in zip(self.uses, gradients, strict=True) if g is not None]
         if not present:
             return
         largest = max((g for _, g in present), key=lambda g: g[0].numel())
         for samples in self._chunks(largest):
-            total = present[0][0].gradients(present[0][1], samples, workspace)
+            total = present[0][0].gradients(present[0][1], samples, scratch)
             for use, gradient in present[1:]:
                 total += use.gradients(gradient, samples)
             self._add_chunk(total, samples)

@@ -20,8 +20,8 @@ from ewc_finetune.curvature.backward_pass import Course, RuledPass, Squares, dif
 from ewc_finetune.curvature.batch_dims import BatchDim, BatchFirst, CourseChangedError, find_batch_dim
 from ewc_finetune.curvature.call_recorder import Signature
 from ewc_finetune.curvature.fallback import gradients_of, vectorised
-from ewc_finetune.curvature.kfac_factors import Layer
-from ewc_finetune.curvature.per_sample_gradients import Factored, Workspace
+from ewc_finetune.curvature.kfac_factors import KfacLayer
+from ewc_finetune.curvature.per_sample_gradients import Factored, Scratch
 from ewc_finetune.curvature.trial import Trial, try_two_samples, with_repeated_lookups
 from ewc_finetune.errors import ArchitectureError, first_line
 from ewc_finetune.likelihood.output_fisher import OutputFisher
@@ -40,7 +40,7 @@ SeenCourse = Sequence[tuple[Signature, BatchDim | None]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class GradientPlan:
     """How the gradients of each parameter are taken.
 
     Attributes:
@@ -67,12 +67,12 @@ class Plan:
     output_shape: tuple[int, ...]
     elements: int
     forms: bool = True
-    layers: tuple[Layer, ...] = ()
+    layers: tuple[KfacLayer, ...] = ()
     mutates: bool = False
     repeated: frozenset[str] = frozenset()
 
 
-def make_plan(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, rules: bool = True) -> Plan:
+def make_plan(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, rules: bool = True) -> GradientPlan:
     """Look at the model on the first and the last of these samples.
 
     Args:
@@ -105,7 +105,7 @@ def make_plan(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs
     rest |= wrong
     ruled = {name: p for name, p in ruled.items() if name not in rest}
     idle = [name for name in parameters if name not in rest and name not in reached]
-    return Plan(
+    return GradientPlan(
         ruled=tuple(ruled),
         rest=rest,
         unused=tuple(name for name in idle if name not in recorder.seen),
@@ -222,7 +222,7 @@ def _course(trial: Trial, names: set[str]) -> tuple[SeenCourse, dict[str, str]]:
     return course, lost
 
 
-def _layers(trial: Trial, course: SeenCourse, ruled: Mapping[str, Tensor]) -> tuple[Layer, ...]:
+def _layers(trial: Trial, course: SeenCourse, ruled: Mapping[str, Tensor]) -> tuple[KfacLayer, ...]:
     """Find the weights that map vectors linearly, each used once, and the bias that is added right there."""
     times = Counter(name for (_, used), _ in course for name in used)
     layers = []
@@ -243,7 +243,7 @@ def _layers(trial: Trial, course: SeenCourse, ruled: Mapping[str, Tensor]) -> tu
             biases = [other for other in uses if other != name and ruled[other].shape == (outputs,)]
             bias = biases[0] if len(uses) == 2 and biases else None
             width = inputs.shape[2] + (bias is not None)
-            layers.append(Layer(name, bias, use.transposed, width, outputs, inputs.shape[1]))
+            layers.append(KfacLayer(name, bias, use.transposed, width, outputs, inputs.shape[1]))
     return tuple(layers)
 
 
@@ -267,7 +267,7 @@ def _disagreeing(
     try:
         with (
             differentiable(model, parameters),
-            RuledPass(model, parameters, course, truth.fresh(), Workspace(), forms, repeated=repeated) as passed,
+            RuledPass(model, parameters, course, truth.fresh(), Scratch(), forms, repeated=repeated) as passed,
         ):
             sums = passed.squares(OutputFisher(1, lambda _: vectors, lambda: wide(vectors).square()))
     except Exception as error:

@@ -17,7 +17,7 @@ from ewc_finetune.modules.precision import wide
 
 
 @dataclass(frozen=True)
-class Run:
+class ForwardPass:
     """What one run of the model showed.
 
     Attributes:
@@ -45,8 +45,8 @@ class Trial:
     """
 
     samples: Inputs
-    singles: list[Run]
-    together: Run
+    singles: list[ForwardPass]
+    together: ForwardPass
     repeated: frozenset[str] = frozenset()
 
 
@@ -116,7 +116,7 @@ def _try(
     return Trial(samples, singles, _run(model, parameters, samples, repeated), repeated)
 
 
-def _run(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, repeated: frozenset[str]) -> Run:
+def _run(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, repeated: frozenset[str]) -> ForwardPass:
     calls: list[tuple[Signature, Tensor, Call]] = []
     # The output is copied, for what comes next may change it in place.
     recorder = CallRecorder(
@@ -136,7 +136,7 @@ def _run(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs, rep
                 "the model recomputes its activations with a checkpoint that autograd does not see through; use "
                 "torch.utils.checkpoint(..., use_reentrant=False), or none"
             ) from error
-    return Run(outputs, calls, recorder, mutates=any(tensor._version for tensor in tensors(copy)))
+    return ForwardPass(outputs, calls, recorder, mutates=any(tensor._version for tensor in tensors(copy)))
 
 
 def _check_independence(model: nn.Module, together: Tensor, singles: list[Tensor]) -> None:

@@ -14,7 +14,7 @@ from ewc_finetune.curvature.kronecker_factors import EighDecomposed
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutBlock:
     """A block of which both factors are cut.
 
     Attributes:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from ewc_finetune.choices import Split
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.numbering import BY_DATASET
-from ewc_finetune.data.options import Options
+from ewc_finetune.data.options import DataOptions
 from ewc_finetune.data.tables import TEXTS, check_column, labels_of, numbering_of, target_columns
 from ewc_finetune.data.texts import Texts, TextStream
 from ewc_finetune.errors import DataError, UsageError, first_line
@@ -32,7 +32,7 @@ class ImageColumn(Dataset[Any]):
 
     images: Sequence[Any]
     labels: Tensor | None
-    options: Options
+    options: DataOptions
 
     def __len__(self) -> int:
         return len(self.images)
@@ -49,7 +49,7 @@ class ImageColumn(Dataset[Any]):
         return image if self.labels is None else (image, self.labels[index])
 
 
-def load_hugging_face(address: Address, place: str, split: Split, options: Options) -> Domain:
+def load_hugging_face(address: Address, place: str, split: Split, options: DataOptions) -> Domain:
     """Read a dataset of texts or images."""
     if not place:
         raise UsageError(f"{address}: name the dataset, as in hf:org/name?text=text&target=label or hf:reviews.jsonl")
@@ -68,7 +68,7 @@ def is_rows(data: object) -> bool:
     return isinstance(columns, list) and any(name in columns for name in (*TEXTS, *_IMAGES))
 
 
-def of_rows(rows: Any, name: str, options: Options, split: Split | None = None) -> Domain:
+def of_rows(rows: Any, name: str, options: DataOptions, split: Split | None = None) -> Domain:
     """Make a domain of a dataset of the package datasets.
 
     Args:
@@ -117,7 +117,7 @@ def _by_name(labels: Sequence[Any], classes: Sequence[str], where: str) -> list[
     return [classes[value] for value in labels]
 
 
-def _load(address: Address, place: str, options: Options) -> Mapping[str, Any]:
+def _load(address: Address, place: str, options: DataOptions) -> Mapping[str, Any]:
     """Return the splits by name."""
     try:
         import datasets

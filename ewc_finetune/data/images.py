@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from ewc_finetune.choices import SPLITS, Split
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.numbering import AS_LISTED, BY_NAME, check_names
-from ewc_finetune.data.options import Options
+from ewc_finetune.data.options import DataOptions
 from ewc_finetune.errors import DataError, UsageError
 from ewc_finetune.specs.query import Address
 
@@ -31,7 +31,7 @@ class ImageFiles(Dataset[Any]):
     """
 
     files: list[tuple[str, int | None]]
-    options: Options
+    options: DataOptions
     alike: bool = True
     shape: tuple[int, ...] | None = field(default=None, init=False)
 
@@ -62,7 +62,7 @@ class ImageFiles(Dataset[Any]):
         return image if label is None else (image, label)
 
 
-def load_image_folder(address: Address, place: str, split: Split, options: Options) -> Domain:
+def load_image_folder(address: Address, place: str, split: Split, options: DataOptions) -> Domain:
     """A folder with a folder of images for each class, by itself or under `train/` and `test/`.
 
     Classes are numbered as `labels` says, else over both splits together, so that a class that one of them lacks moves
@@ -96,7 +96,7 @@ def load_image_folder(address: Address, place: str, split: Split, options: Optio
     )
 
 
-def load_images(address: Address, place: str, split: Split, options: Options) -> Domain:
+def load_images(address: Address, place: str, split: Split, options: DataOptions) -> Domain:
     """All the images under a folder, however deep, without labels: logged inputs, say."""
     from torchvision.datasets.folder import IMG_EXTENSIONS
 

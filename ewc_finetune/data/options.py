@@ -23,7 +23,7 @@ _MANY_CLASSES = 1_000_000
 
 
 @dataclass(frozen=True)
-class Options:
+class DataOptions:
     """The options of a data spec, read and checked.
 
     Attributes:
@@ -101,7 +101,7 @@ class Options:
         return indices[: self.first]
 
 
-def read_options(address: Address, own: Collection[str] = ()) -> Options:
+def read_options(address: Address, own: Collection[str] = ()) -> DataOptions:
     """Read the options of a data spec.
 
     Args:
@@ -124,7 +124,7 @@ def read_options(address: Address, own: Collection[str] = ()) -> Options:
     said = {key: values.pop(key) for key in _OF_TRANSFORM if key in values}
     transform = Transform(**said)  # type: ignore[arg-type]
     _check_transform(transform, address)
-    return Options(transform=transform, **values)  # type: ignore[arg-type]
+    return DataOptions(transform=transform, **values)  # type: ignore[arg-type]
 
 
 def _check_transform(transform: Transform, address: Address) -> None:

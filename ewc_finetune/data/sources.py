@@ -20,7 +20,7 @@ from ewc_finetune.data.domain import Domain, as_domain
 from ewc_finetune.data.draw import describe_draw, draw_evenly
 from ewc_finetune.data.hugging_face import ImageColumn, is_rows, load_hugging_face, of_rows
 from ewc_finetune.data.images import ImageFiles, load_image_folder, load_images
-from ewc_finetune.data.options import COMMON, Options, read_options
+from ewc_finetune.data.options import COMMON, DataOptions, read_options
 from ewc_finetune.data.tables import load_csv, load_npz
 from ewc_finetune.data.texts import Generated, Texts, TextStream, load_generated, load_text
 from ewc_finetune.data.transform import Transform
@@ -79,7 +79,7 @@ def resolve_domain(data: object, default_split: Split, data_dir: str | Path | No
     """Make a domain of a data spec (`load_domain`), or of a dataset or loader (`as_domain`, `of_rows`)."""
     if isinstance(data, str):
         return load_domain(data, default_split, data_dir)
-    return of_rows(data, "data", Options()) if is_rows(data) else as_domain(data)
+    return of_rows(data, "data", DataOptions()) if is_rows(data) else as_domain(data)
 
 
 def resolve_domains(data: Any, default_split: Split, data_dir: str | Path | None = None) -> list[Domain]:
@@ -124,7 +124,7 @@ def _call(address: Address, module: str, name: str, default_split: Split) -> Dom
     return _select(domain, options)
 
 
-def _select(domain: Domain, options: Options) -> Domain:
+def _select(domain: Domain, options: DataOptions) -> Domain:
     _check_options(domain, options)
     domain = replace(domain, transform=_said(domain, options))
     if options.active is not None:
@@ -151,7 +151,7 @@ def _select(domain: Domain, options: Options) -> Domain:
     return replace(domain, samples=TensorDataset(images, *labels))
 
 
-def _said(domain: Domain, options: Options) -> Transform:
+def _said(domain: Domain, options: DataOptions) -> Transform:
     """Return what is said of the images; pixels that are permuted are not resized any more, whatever the model says."""
     said = options.transform
     if options.permute is not None and not said.reshapes and isinstance(domain.samples, TensorDataset):
@@ -168,7 +168,7 @@ def _drawn(domain: Domain, n: int) -> Domain:
     return replace(domain.subset(drawn.tolist()), remarks=(*domain.remarks, said))
 
 
-def _first_of_stream(domain: Domain, options: Options) -> Domain:
+def _first_of_stream(domain: Domain, options: DataOptions) -> Domain:
     """Return a stream with as many samples as are wanted: it can only be the first, for the others are not known."""
     wanted = [n for n in (options.first, options.limit) if n is not None]
     if not wanted or not isinstance(domain.samples, TextStream):
@@ -177,7 +177,7 @@ def _first_of_stream(domain: Domain, options: Options) -> Domain:
     return replace(domain, samples=replace(domain.samples, limit=min(wanted)), remarks=(*domain.remarks, *said))
 
 
-def _check_options(domain: Domain, options: Options) -> None:
+def _check_options(domain: Domain, options: DataOptions) -> None:
     """Refuse options that this data cannot take, rather than leave them out."""
     samples = domain.samples
     arrays = isinstance(samples, TensorDataset)
@@ -201,7 +201,7 @@ def _check_options(domain: Domain, options: Options) -> None:
 
 
 # Kinds of data that have a place behind a colon, each with its own options.
-_PLACES: dict[str, tuple[Callable[[Address, str, Split, Options], Domain], tuple[str, ...]]] = {
+_PLACES: dict[str, tuple[Callable[[Address, str, Split, DataOptions], Domain], tuple[str, ...]]] = {
     "imagefolder": (load_image_folder, ("labels",)),
     "images": (load_images, ()),
     "npz": (load_npz, ("inputs", "target", "labels")),

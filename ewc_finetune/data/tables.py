@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from ewc_finetune.choices import Split
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.numbering import AS_LISTED, BY_NAME, number
-from ewc_finetune.data.options import Options
+from ewc_finetune.data.options import DataOptions
 from ewc_finetune.data.texts import Texts, refuse_split
 from ewc_finetune.errors import DataError, EwcError, UsageError, suggest
 from ewc_finetune.specs.query import Address
@@ -29,7 +29,7 @@ TARGETS = ("label", "labels", "target", "y")
 _INPUTS = ("x", "inputs", "images", "features", "data")
 
 
-def load_npz(address: Address, place: str, split: Split, options: Options) -> Domain:
+def load_npz(address: Address, place: str, split: Split, options: DataOptions) -> Domain:
     """Read arrays: `x` and `y`, or `x_train`, `y_train`, `x_test` and `y_test`; nothing in the file is run."""
     path = _file(address, place, "npz:arrays.npz?inputs=x&target=y")
     with _opened(path) as file:
@@ -57,7 +57,7 @@ def load_npz(address: Address, place: str, split: Split, options: Options) -> Do
     )
 
 
-def _labels_of_array(file: Any, target: str, options: Options, path: str) -> tuple[Tensor, tuple[str, ...] | None]:
+def _labels_of_array(file: Any, target: str, options: DataOptions, path: str) -> tuple[Tensor, tuple[str, ...] | None]:
     """Return the labels in an array, and their names where they are texts, or named by `labels`."""
     array = file[target]
     if array.dtype.kind not in "US" and options.labels is None:
@@ -76,7 +76,7 @@ def _texts(array: Any) -> list[str]:
     return [value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in array.tolist()]
 
 
-def numbering_of(classes: tuple[str, ...] | None, options: Options) -> str | None:
+def numbering_of(classes: tuple[str, ...] | None, options: DataOptions) -> str | None:
     """Return how names came to their numbers; None without any."""
     if classes is None:
         return None
@@ -95,7 +95,7 @@ def _opened(path: Path) -> Iterator[Any]:
         raise DataError(f"{path} cannot be read as arrays ({reason}). Expected what numpy.savez wrote") from error
 
 
-def load_csv(address: Address, place: str, split: Split, options: Options) -> Domain:
+def load_csv(address: Address, place: str, split: Split, options: DataOptions) -> Domain:
     """Read a table with a header: a column of texts, or all but the target as numbers."""
     path = _file(address, place, "csv:table.csv?target=label")
     refuse_split(address, options)

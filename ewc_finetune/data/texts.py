@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ewc_finetune.choices import Split
 from ewc_finetune.data.domain import Domain
-from ewc_finetune.data.options import Options
+from ewc_finetune.data.options import DataOptions
 from ewc_finetune.errors import DataError, UsageError
 from ewc_finetune.specs.query import Address
 
@@ -90,7 +90,7 @@ def _text(value: object, index: int) -> str:
     return value
 
 
-def load_text(address: Address, place: str, split: Split, options: Options) -> Domain:
+def load_text(address: Address, place: str, split: Split, options: DataOptions) -> Domain:
     """Read a file of texts without labels, one to a line; empty lines are none."""
     if not place:
         raise UsageError(f"{address}: name the file, as in text:corpus.txt")
@@ -107,7 +107,7 @@ def load_text(address: Address, place: str, split: Split, options: Options) -> D
     return Domain(str(address), Texts(texts, None, options.length, options.pack))
 
 
-def refuse_split(address: Address, options: Options) -> None:
+def refuse_split(address: Address, options: DataOptions) -> None:
     """Refuse a split of what has none.
 
     Raises:
@@ -117,7 +117,7 @@ def refuse_split(address: Address, options: Options) -> None:
         raise UsageError(f"{address}: one file has no splits to choose from; name the file of the other split")
 
 
-def load_generated(address: Address, place: str, split: Split, options: Options) -> Domain:
+def load_generated(address: Address, place: str, split: Split, options: DataOptions) -> Domain:
     """Stand for the samples that the model is to generate."""
     if not place.isdecimal() or int(place) < 1:
         raise UsageError(f"{address}: say how many samples to generate, as in generate:1000?length=128")

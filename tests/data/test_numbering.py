@@ -137,13 +137,13 @@ def test_every_kind_of_data_with_names_takes_their_order(tmp_path):
 def test_names_of_datasets(tmp_path):
     datasets = pytest.importorskip("datasets")
     from ewc_finetune.data.hugging_face import of_rows
-    from ewc_finetune.data.options import Options
+    from ewc_finetune.data.options import DataOptions
 
     (tmp_path / "r.jsonl").write_text("\n".join(json.dumps({"text": "w", "label": n}) for n in ("no", "yes", "no")))
     assert load_domain(f"hf:{tmp_path / 'r.jsonl'}?labels=yes,no", "train").labels.tolist() == [1, 0, 1]
     named = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])})
     rows = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=named)
-    plain, turned = (of_rows(rows, "rows", Options(labels=labels)) for labels in (None, ("pos", "neg")))
+    plain, turned = (of_rows(rows, "rows", DataOptions(labels=labels)) for labels in (None, ("pos", "neg")))
     assert (plain.labels.tolist(), plain.classes, plain.numbering) == ([1, 0], ("neg", "pos"), "as the dataset does")
     assert (turned.labels.tolist(), turned.classes) == ([0, 1], ("pos", "neg"))
     with pytest.raises(UsageError, match="labels of a stream"):
