@@ -15,14 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from ewc_finetune.curvature.batch_dims import BatchDim, BatchFirst, CourseChangedError
 from ewc_finetune.curvature.call_recorder import Call, CallRecorder, Signature
 from ewc_finetune.curvature.kfac_factors import BlockSums
-from ewc_finetune.curvature.per_sample_gradients import (
-    BySquares,
-    Factored,
-    Shared,
-    Use,
-    Workspace,
-    sum_by_sample,
-)
+from ewc_finetune.curvature.per_sample_gradients import BySquares, Factored, Shared, Use, Workspace, sum_by_sample
 from ewc_finetune.likelihood.output_fisher import OutputFisher
 from ewc_finetune.modules.batch import Inputs, call, count
 from ewc_finetune.modules.precision import wide
@@ -255,13 +248,7 @@ class RuledPass:
             self._last = m == output_fisher.count - 1
             vector, self._scale = fit(output_fisher[m], self.outputs.dtype)
             self._arrived = {name: [None] * len(uses) for name, uses in self._uses.items()}
-            torch.autograd.grad(
-                self.outputs,
-                self._ends,
-                vector,
-                retain_graph=not self._last,
-                allow_unused=True,
-            )
+            torch.autograd.grad(self.outputs, self._ends, vector, retain_graph=not self._last, allow_unused=True)
             for name, use in shared.items():
                 use.add_all(self._arrived[name], self._workspace)
         for name, use in shared.items():

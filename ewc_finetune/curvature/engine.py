@@ -15,7 +15,7 @@ from ewc_finetune.curvature.backward_pass import RuledPass, Squares, differentia
 from ewc_finetune.curvature.batch_dims import CourseChangedError
 from ewc_finetune.curvature.kfac_factors import BlockSums, Layer
 from ewc_finetune.curvature.per_sample_gradients import Workspace, budget
-from ewc_finetune.curvature.plan import Plan, agree, make_plan
+from ewc_finetune.curvature.plan import Plan, agree, make_plan, narrow
 from ewc_finetune.errors import ArchitectureError, first_line
 from ewc_finetune.likelihood.output_fisher import OutputFisher
 from ewc_finetune.modules.batch import Inputs, call, count, each, signature, take, tensors
@@ -199,11 +199,7 @@ class Engine:
                 ruled=tuple(name for name in plan.ruled if name not in wrong),
                 dead=tuple(name for name in plan.dead if name not in wrong),
                 rest={**plan.rest, **dict.fromkeys(wrong, "has a rule that differs from autograd")},
-                course=tuple(
-                    ((function, kept), batch_dim)
-                    for (function, names), batch_dim in plan.course
-                    if (kept := tuple(name for name in names if name not in wrong))
-                ),
+                course=narrow(plan.course, set(self.parameters) - set(wrong)),
             )
 
     def _fall_back(self, plan: Plan, parameters: Mapping[str, Tensor], inputs: Inputs, fisher: OutputFisher) -> Squares:
@@ -214,12 +210,10 @@ class Engine:
             samples = slice(start, start + step)
             part = self._part(plan, parameters, take(inputs, samples), fisher.vectors(samples))
             for name, (squares, by_sample) in part.items():
-                before = total.get(name)
-                total[name] = (
-                    (squares, by_sample)
-                    if before is None
-                    else (before[0].add_(squares), torch.cat([before[1], by_sample]))
-                )
+                if name in total:
+                    total[name] = total[name][0].add_(squares), torch.cat([total[name][1], by_sample])
+                else:
+                    total[name] = squares, by_sample
         return total
 
     def _part(self, plan: Plan, parameters: Mapping[str, Tensor], inputs: Inputs, vectors: Tensor) -> Squares:

@@ -97,8 +97,7 @@ class FisherOptions:
     )
     draws: int = option(1, "How many labels `sampled` draws for each sample.", least=1)
     rtol: float | None = option(
-        None,
-        "Stop when the standard error of the trace, relative to it, is no larger; after 200 samples at least.",
+        None, "Stop when the standard error of the trace, relative to it, is no larger; after 200 samples at least."
     )
     rules: bool = option(
         True, "Whether to use layer rules, which are fast; without them each parameter takes the fallback."

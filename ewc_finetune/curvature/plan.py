@@ -101,7 +101,7 @@ def make_plan(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs
     rest |= lost if rules else dict.fromkeys(reached, "would have rules, but they are off")
     rest = {name: reason for name, reason in rest.items() if name in reached}
     ruled = {name: p for name, p in parameters.items() if name not in rest and name in reached}
-    wrong, forms = _disagreeing(truth, ruled, _narrow(course, set(ruled)), trial.repeated)
+    wrong, forms = _disagreeing(truth, ruled, narrow(course, set(ruled)), trial.repeated)
     rest |= wrong
     ruled = {name: p for name, p in ruled.items() if name not in rest}
     idle = [name for name in parameters if name not in rest and name not in reached]
@@ -110,7 +110,7 @@ def make_plan(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs
         rest=rest,
         unused=tuple(name for name in idle if name not in recorder.seen),
         dead=tuple(name for name in idle if name in recorder.seen),
-        course=_narrow(course, set(ruled)),
+        course=narrow(course, set(ruled)),
         refusal=_refusal(truth, {name: parameters[name] for name in rest}) if rest else None,
         output_shape=tuple(trial.together.outputs.shape[1:]),
         elements=(recorder.elements + sum(tensor.numel() for tensor in tensors(trial.samples))) // 2,
@@ -247,7 +247,7 @@ def _layers(trial: Trial, course: SeenCourse, ruled: Mapping[str, Tensor]) -> tu
     return tuple(layers)
 
 
-def _narrow(course: SeenCourse, names: set[str]) -> Course:
+def narrow(course: SeenCourse, names: set[str]) -> Course:
     """Keep the calls with any of these parameters, and of those calls these parameters."""
     kept = (((f, tuple(name for name in used if name in names)), batch_dim) for (f, used), batch_dim in course)
     return tuple((signature, batch_dim) for signature, batch_dim in kept if signature[1] and batch_dim is not None)
@@ -281,7 +281,7 @@ def _disagreeing(
         # One rule has failed; the others may be good.
         wrong: dict[str, str] = {}
         for name, parameter in parameters.items():
-            wrong |= _disagreeing(truth, {name: parameter}, _narrow(course, {name}), repeated, forms)[0]
+            wrong |= _disagreeing(truth, {name: parameter}, narrow(course, {name}), repeated, forms)[0]
         return wrong, forms
     return dict.fromkeys(truth.differing(sums, parameters), "has a rule that differs from autograd"), forms
 

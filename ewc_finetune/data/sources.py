@@ -208,7 +208,7 @@ _PLACES: dict[str, tuple[Callable[[Address, str, Split, Options], Domain], tuple
     "csv": (load_csv, ("text", "target", "labels", "length", "pack")),
     "hf": (load_hugging_face, ("text", "target", "labels", "length", "pack", "config", "revision", "stream")),
     "text": (load_text, ("length", "pack")),
-    "generate": (load_generated, ("length", "seed")),
+    "generate": (load_generated, ("length", "prompts", "seed")),
 }
 _FUNCTION = "package.module:function"
 

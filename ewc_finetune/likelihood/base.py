@@ -117,12 +117,7 @@ class Likelihood(ABC):
         raise UsageError(f"the predicted estimator is zero for the {self.name} likelihood; use exact or sampled")
 
     def output_fisher(
-        self,
-        outputs: Tensor,
-        targets: Tensor | None,
-        estimator: Estimator,
-        generator: torch.Generator,
-        draws: int = 1,
+        self, outputs: Tensor, targets: Tensor | None, estimator: Estimator, generator: torch.Generator, draws: int = 1
     ) -> OutputFisher:
         """Return the Fisher at the outputs for the estimator's choice of y, detached.
 
