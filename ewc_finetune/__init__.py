@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from ewc_finetune.finetuning.options import FinetuneOptions as FinetuneOptions
     from ewc_finetune.penalty.options import MergeOptions as MergeOptions
     from ewc_finetune.penalty.penalty import Penalty as Penalty
+    from ewc_finetune.rehearsal.rehearsal import Rehearsal as Rehearsal
     from ewc_finetune.sweeps.options import SweepOptions as SweepOptions
     from ewc_finetune.sweeps.run import Sweep as Sweep
 
@@ -68,6 +69,7 @@ _HOMES = {
     "Provenance": "anchor.provenance",
     "Pulled": "commands.pull",
     "Pushed": "commands.push",
+    "Rehearsal": "rehearsal.rehearsal",
     "Report": "commands.report",
     "Retention": "evaluation.probe",
     "Score": "evaluation.score",

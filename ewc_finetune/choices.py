@@ -85,3 +85,5 @@ OLD_WORDS = {"trust-pickle": "trust-code"}
 
 
 DEFAULT_LAMBDA = {"diagonal": 100.0, "identity": 100.0, "kfac": 10.0}
+# Where old inputs are rehearsed, the penalty has less to do: lambda is this part of it.
+BESIDE_REHEARSAL = 0.1

@@ -134,6 +134,15 @@ def test_permuted_mnist(tmp_path, data_dir):
 
 
 @pytest.mark.slow
+def test_rehearsal(tmp_path, data_dir):
+    settings = ("--settings", "transformer", "convolutional")
+    table = run("published/rehearsal.py", "--quick", *settings, "--data-dir", data_dir, "--output", tmp_path)
+    assert "| joint training | none | " in table
+    assert "| 64 | K-FAC, 1 | " in table
+    assert (tmp_path / "rehearsal.png").is_file()
+
+
+@pytest.mark.slow
 def test_kfac(tmp_path, data_dir):
     table = run("published/kfac.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
     assert "| 784-256-128-10, Adam 1e-4, 4 epochs | a diagonal, for comparison | 943,656 | | |" in table

@@ -14,6 +14,7 @@ HOUSE = [
     {"commands"},
     {"sweeps", "model_card"},
     {"finetuning"},
+    {"rehearsal"},
     {"reporting"},
     {"evaluation"},
     {"runs"},

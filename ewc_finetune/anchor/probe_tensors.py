@@ -9,14 +9,14 @@ are. What else is known of a probe is in the provenance.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from ewc_finetune.errors import AnchorError, NonFiniteError
-from ewc_finetune.modules.batch import Inputs, count
+from ewc_finetune.modules.batch import Inputs, count, take
 from ewc_finetune.storage.lazy_tensors import TensorFile
 
 _PER_TOKEN = "per-token"  # noqa: S105 - a likelihood
@@ -65,6 +65,15 @@ class Probe:
             "active": None if self.active is None else list(self.active),
             "seed": self.seed,
         }
+
+    def subset(self, samples: Sequence[int]) -> Probe:
+        """Return the probe of some of its inputs, in this order."""
+        chosen = list(samples)
+        if self.counted is None:
+            return replace(self, inputs=take(self.inputs, chosen), outputs=self.outputs[chosen])
+        ends = self.counted.sum(dim=1).cumsum(dim=0).tolist()
+        rows = [row for n in chosen for row in range(ends[n - 1] if n else 0, ends[n])]
+        return replace(self, inputs=take(self.inputs, chosen), outputs=self.outputs[rows], counted=self.counted[chosen])
 
     def __repr__(self) -> str:
         return f"<Probe of {self.data!r}: {self.samples:,} samples, {self.likelihood}, {self.bytes:,} bytes>"

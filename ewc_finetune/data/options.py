@@ -47,6 +47,7 @@ class DataOptions:
         config: The configuration of a dataset on the Hub.
         revision: The revision of a dataset on the Hub.
         stream: Whether to read the samples as they come.
+        prompts: A file of requests, one to a line, which what is generated answers.
         seed: The seed of what is generated.
     """
 
@@ -69,6 +70,7 @@ class DataOptions:
     config: str | None = None
     revision: str | None = None
     stream: bool = False
+    prompts: str | None = None
     seed: int = 0
 
     @property
@@ -236,5 +238,6 @@ _OWN: dict[str, tuple[Callable[[str], object], str]] = {
     "config": (str, "the name of a configuration"),
     "revision": (str, "the name of a revision"),
     "stream": (lambda text: _one_of("0", "1")(text) == "1", "1 or 0"),
+    "prompts": (str, "a file of requests, one to a line"),
     "seed": (_whole, "a seed, a whole number from 0"),
 }

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset, default_collate
 
 from ewc_finetune.data.domain import Domain
+from ewc_finetune.data.generation import generate
 from ewc_finetune.data.images import ImageFiles
 from ewc_finetune.data.texts import Generated, Texts, TextStream
 from ewc_finetune.errors import DataError, UsageError, first_line
@@ -28,8 +28,6 @@ _GUESSED = 0.15
 _MASKED = 0.8
 # The share of the tokens to be guessed that are replaced by random tokens.
 _REPLACED = 0.1
-# How many samples are generated at once.
-_AT_ONCE = 64
 
 
 def preprocessed(domain: Domain, task: ModelTask | None, model: nn.Module, label: str) -> Domain:
@@ -39,9 +37,9 @@ def preprocessed(domain: Domain, task: ModelTask | None, model: nn.Module, label
     a text; what fills up the shorter texts of a batch is masked and has no label.
 
     Args:
-        domain: A domain of texts, images, or samples to be generated.
+        domain: Of texts, images, or samples to be generated.
         task: The task that the model is for, if it is known.
-        model: The model, on its device and in eval mode, which generates samples.
+        model: On its device, in eval mode; generates samples.
         label: The name to use in messages.
 
     Raises:
@@ -75,8 +73,8 @@ def _of_texts(domain: Domain, samples: Texts | TextStream | Generated, task: Mod
     if isinstance(samples, Generated):
         if task.kind != "causal language model":
             raise UsageError(f"{domain.name}: a {task.kind} generates nothing; causal language models do")
-        ids = _generate(model, tokenizer, samples, length, domain.name)
-        return replace(domain, samples=_Ids(ids), collate=lambda ids: _language(tokenizer, task, filler, ids))
+        generated = generate(model, tokenizer, samples, length, task.length, domain.name)
+        return replace(domain, samples=generated, collate=lambda parts: _generated(tokenizer, task, filler, parts))
     if task.kind == "text classification":
         domain = _renumbered(domain, samples, task)
         if task.likelihood == "gaussian" and domain.labels is not None and domain.labels.ndim == 1:
@@ -151,6 +149,16 @@ def _language(
     return inputs, labels
 
 
+def _generated(
+    tokenizer: Any, task: ModelTask, filler: int, parts: Sequence[tuple[list[int], int]]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return a batch of what was generated; what it began with has no label."""
+    inputs, labels = _language(tokenizer, task, filler, [ids for ids, _ in parts])
+    for row, (_, given) in enumerate(parts):
+        labels[row, : given - 1] = IGNORED
+    return inputs, labels
+
+
 def _mask(tokenizer: Any, inputs: Tensor, labels: Tensor, sample: Sequence[int]) -> None:
     """Mask tokens as BERT was trained: which ones depends on the text alone."""
     whole = torch.tensor(sample, dtype=torch.long)
@@ -177,50 +185,6 @@ def _packed(tokenizer: Any, samples: Texts, pack: int, name: str) -> list[list[i
     if not parts:
         raise DataError(f"{name}: its texts have {len(stream)} tokens together, fewer than pack={pack}")
     return parts
-
-
-def _generate(model: nn.Module, tokenizer: Any, asked: Generated, length: int, name: str) -> list[list[int]]:
-    """Draw samples from the model's own distribution, token after token."""
-    from transformers import GenerationConfig
-
-    if length < 2:
-        raise UsageError(f"{name}: samples of one token say nothing; use length=2 or more")
-    config: Any = model.config
-    known = (tokenizer.bos_token_id, getattr(config, "bos_token_id", None), tokenizer.eos_token_id)
-    begin = next((token for token in known if token is not None), None)
-    if begin is None:
-        raise DataError(f"{name}: neither the tokenizer nor the config names a token to begin with (bos_token_id)")
-    end = tokenizer.eos_token_id
-    plain = GenerationConfig(
-        do_sample=True,
-        top_k=0,
-        max_length=length,
-        bos_token_id=begin,
-        eos_token_id=end,
-        pad_token_id=end if end is not None else 0,
-        use_cache=True,
-    )
-    device = next(model.parameters()).device
-    torch.manual_seed(asked.seed)
-    generated: list[list[int]] = []
-    with _generating(model, plain) as generate:
-        while len(generated) < asked.count:
-            first = torch.full((min(_AT_ONCE, asked.count - len(generated)), 1), begin, device=device)
-            for row in generate(first, attention_mask=torch.ones_like(first)).tolist():
-                stop = row.index(end, 1) + 1 if end in row[1:] else len(row)
-                generated.append(row[:stop])
-    return generated
-
-
-@contextmanager
-def _generating(model: Any, plain: Any) -> Iterator[Any]:
-    """Give what generates by this config alone: what it leaves open would come from the model's own (temperature)."""
-    own = model.generation_config
-    model.generation_config = plain
-    try:
-        yield model.generate
-    finally:
-        model.generation_config = own
 
 
 def _renumbered(domain: Domain, samples: Texts | TextStream | Generated, task: ModelTask) -> Domain:

@@ -69,13 +69,15 @@ class Generated(Dataset[Any]):
 
     Attributes:
         count: How many.
-        length: How many tokens at most; as many as the model takes unless given.
+        length: How many tokens at most, a prompt aside; as many as the model takes unless given.
         seed: The seed of what is drawn at random.
+        prompts: Requests to answer, in turn; only the answers count then.
     """
 
     count: int
     length: int | None
     seed: int
+    prompts: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return self.count
@@ -95,6 +97,11 @@ def load_text(address: Address, place: str, split: Split, options: DataOptions) 
     if not place:
         raise UsageError(f"{address}: name the file, as in text:corpus.txt")
     refuse_split(address, options)
+    return Domain(str(address), Texts(_lines(address, place), None, options.length, options.pack))
+
+
+def _lines(address: Address, place: str) -> list[str]:
+    """Return the lines of a file that are not empty."""
     path = Path(place).expanduser()
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -104,7 +111,7 @@ def load_text(address: Address, place: str, split: Split, options: DataOptions) 
     texts = [line for line in lines if line.strip()]
     if not texts:
         raise DataError(f"{path} has no texts; expected one to a line")
-    return Domain(str(address), Texts(texts, None, options.length, options.pack))
+    return texts
 
 
 def refuse_split(address: Address, options: DataOptions) -> None:
@@ -121,4 +128,5 @@ def load_generated(address: Address, place: str, split: Split, options: DataOpti
     """Stand for the samples that the model is to generate."""
     if not place.isdecimal() or int(place) < 1:
         raise UsageError(f"{address}: say how many samples to generate, as in generate:1000?length=128")
-    return Domain(str(address), Generated(int(place), options.length, options.seed))
+    prompts = () if options.prompts is None else tuple(_lines(address, options.prompts))
+    return Domain(str(address), Generated(int(place), options.length, options.seed, prompts))

@@ -20,6 +20,16 @@ from ewc_finetune.errors import UsageError
 from ewc_finetune.progress import Progress
 
 
+def informed(loaded: LoadedModel, anchors: Sequence[Anchor]) -> LoadedModel:
+    """Return the model with what its anchors know of its data and its head, if it was passed in and knows nothing."""
+    if not anchors or loaded.metadata.input:
+        return loaded
+    origin = anchors[-1].provenance
+    return replace(
+        loaded, metadata=replace(loaded.metadata, input=origin.input, classes=origin.classes, head=origin.head)
+    )
+
+
 def presented(domain: Domain, loaded: LoadedModel, progress: Progress) -> Domain:
     """Return a domain whose batches are what the model takes, but for the input spec, which one sample shows.
 

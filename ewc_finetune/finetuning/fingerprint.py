@@ -26,6 +26,7 @@ def identify(
     scored: Sequence[Domain],
     told: bool,
     specs: Sequence[str | None],
+    rehearsed: Sequence[Domain],
 ) -> dict[str, Any]:
     """Return what tells model, anchors and data of a run from others, each under what to call it.
 
@@ -36,6 +37,7 @@ def identify(
         scored: The domains to score.
         told: Whether the new domain comes from a spec, so that it is the same whenever it is read.
         specs: Of the domains to score the spec, where they have one.
+        rehearsed: Data that is rehearsed.
     """
     return {
         "the model's digest": start.sha256 or _digest_of_weights(start.model),
@@ -47,6 +49,8 @@ def identify(
             f"the digest of {other.name}, which is scored": _digest(other, spec is not None)
             for other, spec in zip(scored, specs, strict=True)
         },
+        **{f"the size of {other.name}, which is rehearsed": other.size for other in rehearsed},
+        **{f"the digest of {other.name}, which is rehearsed": _digest(other, told=False) for other in rehearsed},
     }
 
 

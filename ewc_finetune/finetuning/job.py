@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.anchor.compatibility import remarks
 from ewc_finetune.anchor.heads import of_one_head
 from ewc_finetune.anchor.lineage import distinct, lineage_of
@@ -25,6 +26,8 @@ from ewc_finetune.modules.devices import on_device, random_state_kept
 from ewc_finetune.modules.heads import find_head
 from ewc_finetune.penalty.penalty import Penalty
 from ewc_finetune.progress import Progress, Silent
+from ewc_finetune.rehearsal.options import PROBES
+from ewc_finetune.rehearsal.rehearsal import Rehearsal
 from ewc_finetune.specs.patterns import matching
 
 
@@ -37,6 +40,8 @@ class Job:
         new: The new domain, as the model takes it.
         watched: The domains to score, as the model takes them.
         penalty: The penalty of the anchors; None without any.
+        rehearsal: What is rehearsed; None where nothing is.
+        measured: The anchors with what is measured of their probes: all of them, or what is not rehearsed.
         frozen: Parameters that this run alone does not train.
         metadata: What is to be known of the model that is written.
         undoing: What puts a changed head back; closed when the job is done with, unless it was taken over.
@@ -46,6 +51,8 @@ class Job:
     new: BoundDomain
     watched: list[BoundDomain]
     penalty: Penalty | None
+    rehearsal: Rehearsal | None
+    measured: Sequence[Anchor]
     frozen: tuple[nn.Parameter, ...]
     metadata: ModelMetadata
     undoing: contextlib.ExitStack
@@ -115,7 +122,29 @@ def _matched(plan: Plan, strengths: Sequence[float], undoing: contextlib.ExitSta
         frozen=known.frozen,
         likelihood=plan.likelihood.name,
     )
-    return Job(start, new, watched, penalty, frozen, metadata, undoing)
+    rehearsal = _rehearsal(plan, start, progress)
+    measured = anchors if rehearsal is None else rehearsal.measured
+    return Job(start, new, watched, penalty, rehearsal, measured, frozen, metadata, undoing)
+
+
+def _rehearsal(plan: Plan, start: LoadedModel, progress: Progress) -> Rehearsal | None:
+    """Return what is rehearsed, if anything is."""
+    options = plan.options
+    if not plan.rehearsed:
+        return None
+    rehearsal = Rehearsal(
+        start,
+        plan.anchors,
+        [PROBES if domain is None else domain for domain in plan.rehearsed],
+        weight=options.rehearse_weight,
+        batch_size=options.rehearse_batch or options.batch_size,
+        variations=options.rehearse_variations,
+        likelihood=plan.likelihood,
+        seed=options.seed,
+    )
+    for memory in rehearsal.memories:
+        progress.note(str(memory))
+    return rehearsal
 
 
 def _watched(plan: Plan, start: LoadedModel, input_spec: InputSpec, progress: Progress) -> list[BoundDomain]:

@@ -78,7 +78,9 @@ class RunObserver:
         for sink in self.sinks:
             sink.log(line)
         if "loss" in line:
-            told = ", ".join(f"{name} {line[name]:.4g}" for name in ("loss", "penalty", "lr"))
+            told = ", ".join(
+                f"{name} {line[name]:.4g}" for name in ("loss", "penalty", "rehearsed", "lr") if name in line
+            )
             self.progress.detail(f"step {line['step']:,}: {told}")
             if self.readings.meters and line["step"] - self._measured() >= self.readings.spacing:
                 self._measure(line["epoch"], line["step"])

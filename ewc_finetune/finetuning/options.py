@@ -19,6 +19,7 @@ from ewc_finetune.choices import (
 )
 from ewc_finetune.errors import UsageError
 from ewc_finetune.finetuning.schedule import Schedule
+from ewc_finetune.rehearsal.options import Rehearsing
 from ewc_finetune.specs.command_options import Computing, Told
 from ewc_finetune.specs.options import option
 
@@ -80,7 +81,7 @@ class Held:
         many=True,
         alone="auto",
         metavar="X|auto",
-        unless="100; 10 for anchors of K-FAC",
+        unless="100; 10 for anchors of K-FAC; a tenth beside --rehearse",
         varied=True,
     )
     tolerance: float = option(
@@ -155,7 +156,7 @@ class Adapting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneOptions(Computing, Adapting, Schedule, Held, Starting, Told):
+class FinetuneOptions(Computing, Adapting, Schedule, Rehearsing, Held, Starting, Told):
     """What `finetune` is asked for; where to compute is said in `Computing`.
 
     Each option has its help where it is declared; `Attributes` says what there is to know beside that.
@@ -167,8 +168,9 @@ class FinetuneOptions(Computing, Adapting, Schedule, Held, Starting, Told):
             weights of the last anchor.
         anchors: Anchors, their files, or their addresses on the Hub (`hf://org/name`), oldest first.
         lambdas: Strength of the penalty, one for all or one for each anchor; unless given 10 for those of K-FAC and 100
-            for others. `auto` looks for the largest that costs the new domain no more than `tolerance`, in five runs of
-            half as many epochs, on samples that are held out of it; see `search_lambda`.
+            for others, and a tenth of that where old inputs are rehearsed. `auto` looks for the largest that costs the
+            new domain no more than `tolerance`, in five runs of half as many epochs, on samples that are held out of
+            it; see `search_lambda`.
         head: Whose the outputs are: `shared` by all domains; `new` replaces the last layer by a fresh one for the new
             domain's classes (the old one stays in the anchor, see `evaluate`); `expand` adds outputs for labels that
             the model has none for, and holds the old ones.
@@ -182,6 +184,8 @@ class FinetuneOptions(Computing, Adapting, Schedule, Held, Starting, Told):
             `auto` looks for the smallest lambda that keeps it, in up to seven short runs, and goes no further if none
             does. A run that has less of them, and no more for three evaluations, is stopped; one that ends with less
             is refused.
+        rehearse: What goes through the model beside the new data, to keep its old answers: `probes`, data specs,
+            datasets or loaders. Of each probe a quarter is not rehearsed, and is what `retain` and the log go by.
         output: Checkpoint to write, in the format of the one that the run starts from (fresh weights and modules
             as a state dict); beside it goes the run folder, of the same name with `.run`.
         resume: Folder of a run that was stopped, to go on with; everything else as it was then, but for options that

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.checkpoint.architecture import FORMS, looks_like_architecture
-from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.formats.from_anchor import FromAnchor
 from ewc_finetune.checkpoint.location import is_there
 from ewc_finetune.checkpoint.open import LoadedModel, open_checkpoint, open_fresh, open_model
 from ewc_finetune.checkpoint.pin import fetched_anchors, pinned_model
-from ewc_finetune.choices import DEFAULT_LAMBDA, LikelihoodName
+from ewc_finetune.choices import BESIDE_REHEARSAL, DEFAULT_LAMBDA, LikelihoodName
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.sources import resolve_domain, resolve_domains
 from ewc_finetune.errors import CheckpointError, Mistakes, UsageError
+from ewc_finetune.evaluation.presenting import informed
 from ewc_finetune.finetuning.aims import Aim, aim_of
 from ewc_finetune.finetuning.best_state import selecting
 from ewc_finetune.finetuning.fingerprint import identify
@@ -35,6 +35,7 @@ from ewc_finetune.modules.devices import choose_device
 from ewc_finetune.modules.modes import normalisation_layers
 from ewc_finetune.penalty.quadratic import spread_lambdas
 from ewc_finetune.progress import Progress
+from ewc_finetune.rehearsal.sources import resolve_sources
 from ewc_finetune.runs.idle import FINETUNE, say_idle
 from ewc_finetune.runs.record import Run, read_run, recover_run
 from ewc_finetune.specs.options import check_declared
@@ -53,6 +54,7 @@ class Plan:
         anchors: Oldest first.
         strengths: The lambda of each; where one is looked for, its multiple of that.
         domain: The new domain.
+        rehearsed: The data of each source to rehearse; None for the probes of the anchors.
         scored: The domains to score.
         specs: The spec of each that has one.
         chosen: Of these, the names of those that say which state is the best; None where nothing asks.
@@ -71,6 +73,7 @@ class Plan:
     anchors: list[Anchor]
     strengths: list[float]
     domain: Domain
+    rehearsed: list[Domain | None]
     scored: list[Domain]
     specs: list[str | None]
     chosen: tuple[str, ...] | None
@@ -84,7 +87,8 @@ class Plan:
     def identify(self) -> dict[str, Any]:
         """Return what the run is made from, by digests and sizes; to be asked before anything is done to it."""
         told = isinstance(self.options.data, str)
-        return identify(self.start, self.anchors, self.domain, self.scored, told, self.specs)
+        rehearsed = [domain for domain in self.rehearsed if domain is not None]
+        return identify(self.start, self.anchors, self.domain, self.scored, told, self.specs, rehearsed)
 
 
 def plan(options: FinetuneOptions) -> Plan:
@@ -122,7 +126,9 @@ def plan(options: FinetuneOptions) -> Plan:
     with mistakes.noted():
         device = choose_device(options.device)
     with mistakes.noted():
-        strengths = _strengths(options.lambdas, len(given), anchors)
+        strengths = _strengths(options, len(given), anchors)
+    with mistakes.noted():
+        rehearsed = _rehearsed(options, anchors)
     if loaded:
         with mistakes.noted():
             rule = get_likelihood(_likelihood_of(options.likelihood, anchors, start), options)
@@ -137,24 +143,32 @@ def plan(options: FinetuneOptions) -> Plan:
     schedule = replace(options, norm_stats=options.norm_stats or ("update" if fresh else "frozen"))
     facts = {"read": domain.read_singly, "normalised": bool(normalisation_layers(start.model))}
     say_idle(options, FINETUNE, facts, progress)
-    start = replace(start, metadata=_known(start.metadata, anchors))
+    start = informed(start, anchors)
     return Plan(
-        options, schedule, start, fresh, anchors, strengths, domain, scored, specs, chosen, aim, rule, device, output,
-        overwrite, earlier,
+        options, schedule, start, fresh, anchors, strengths, domain, rehearsed, scored, specs, chosen, aim, rule,
+        device, output, overwrite, earlier,
     )  # fmt: skip
 
 
-def _strengths(
-    lambdas: float | Sequence[float] | Literal["auto"] | None, given: int, anchors: Sequence[Anchor]
-) -> list[float]:
+def _strengths(options: FinetuneOptions, given: int, anchors: Sequence[Anchor]) -> list[float]:
     """Return lambda of each anchor; of so many that are given, not all need have been opened for one to be wrong."""
+    lambdas = options.lambdas
     if lambdas == "auto":
         least = min((DEFAULT_LAMBDA[anchor.provenance.curvature] for anchor in anchors), default=1.0)
         return [DEFAULT_LAMBDA[anchor.provenance.curvature] / least for anchor in anchors]
     if lambdas is None:
-        return [DEFAULT_LAMBDA[anchor.provenance.curvature] for anchor in anchors]
+        part = BESIDE_REHEARSAL if options.rehearse else 1.0
+        return [part * DEFAULT_LAMBDA[anchor.provenance.curvature] for anchor in anchors]
     # Without anchors a lambda does nothing, but a wrong one is still an error.
     return spread_lambdas(lambdas, given or 1)[:given]
+
+
+def _rehearsed(options: FinetuneOptions, anchors: Sequence[Anchor]) -> list[Domain | None]:
+    """Return the data of each source to rehearse; None for the probes of the anchors."""
+    options.check_rehearsal()
+    if options.head == "new" and options.rehearse and not options.anchors:
+        raise UsageError("with --head new the old head answers what is rehearsed; name --anchors, which keep it")
+    return resolve_sources(options.rehearse, anchors, options.data_dir)
 
 
 def _open_start(options: FinetuneOptions, anchors: Sequence[Anchor], domain: Domain) -> tuple[LoadedModel, bool]:
@@ -193,14 +207,6 @@ def _likelihood_of(asked: LikelihoodName | None, anchors: Sequence[Anchor], star
             "its curvature is of"
         )
     return known
-
-
-def _known(metadata: ModelMetadata, anchors: Sequence[Anchor]) -> ModelMetadata:
-    """Return what is known of the model: one that was passed in knows nothing of its data, but its anchors do."""
-    if anchors and not metadata.input:
-        origin = anchors[-1].provenance
-        return replace(metadata, input=origin.input, classes=origin.classes, head=origin.head)
-    return metadata
 
 
 def _scored(

@@ -37,6 +37,7 @@ def findings(
             "digest": identities["the digest of the data"],
         },
         "eval": [{"spec": one.name, "split": one.split, "size": one.size} for one in watched],
+        "rehearsed": [] if job.rehearsal is None else [memory.to_json() for memory in job.rehearsal.memories],
         "input": job.new.input_spec.to_json(),
         "likelihood": plan.likelihood.name,
         "norm_stats": plan.schedule.norm_stats,

@@ -35,7 +35,7 @@ def asked_then(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 def command_of(options: FinetuneOptions) -> str | None:
     """Return the command line that a run is repeated by; None where it was given what no command line can say."""
-    given = (options.model, options.data, options.anchors, options.eval_on, options.select_on)
+    given = (options.model, options.data, options.anchors, options.rehearse, options.eval_on, options.select_on)
     return to_command(asked(options), asked(FinetuneOptions(None, None))) if all(map(_is_told, given)) else None
 
 

@@ -95,7 +95,7 @@ def _observer(todo: Plan, job: Job, folder: RunFolder | None, sinks: Sequence[Si
     """Return what watches the run; from here on it undoes what a run leaves unfinished."""
     model, size = job.start.model, 2 * todo.schedule.batch_size
     selection = None if todo.chosen is None else Selection(todo.chosen, todo.schedule.patience)
-    readings = Readings(model, job.watched, meters(model, todo.anchors, job.metadata.head), size, todo.device)
+    readings = Readings(model, job.watched, meters(model, job.measured, job.metadata.head), size, todo.device)
     of_caller = isinstance(todo.options.model, nn.Module)
     checkpoints = RunCheckpoints(model, job.metadata, folder, selection, of_caller, job.undoing.pop_all().close)
     return RunObserver(readings, checkpoints, sinks, todo.options.retain, todo.options.progress)
@@ -158,7 +158,7 @@ def _train(
         job.freezing(),
         progress.bar(f"fine-tuning on {domain.name}", total, "step") as bar,
     ):
-        trainer = Trainer(model, job.new, job.penalty, schedule, shuffle, bar, observer)
+        trainer = Trainer(model, job.new, job.penalty, job.rehearsal, schedule, shuffle, bar, observer)
         steps = trainer.run(None if state is None else state["training"], go_on=not checkpoints.exhausted)
         if trainer.skipped:
             progress.note(f"{trainer.skipped:,} of {steps:,} steps were skipped, for gradients overflowed in fp16")

@@ -21,13 +21,14 @@ from ewc_finetune.modules.finite import check_model
 from ewc_finetune.modules.modes import normalisation_layers, set_training
 from ewc_finetune.penalty.penalty import Penalty
 from ewc_finetune.progress import Bar
+from ewc_finetune.rehearsal.rehearsal import Rehearsal
 
 
 class Observer(Protocol):
     """Who is told what happens."""
 
     def log(self, line: dict[str, Any]) -> None:
-        """Take one line: `step`, `epoch`, `loss` (mean task loss since the last line), `penalty` and `lr` (now)."""
+        """Take one line: `step`, `epoch`, `penalty` and `lr` (now), `loss` and `rehearsed` (means since the last)."""
 
     def evaluate(self, epoch: int, step: int, state: Callable[[], dict[str, Any]]) -> bool:
         """Look at the model, whose weights are finite, and return whether to go on.
@@ -47,6 +48,7 @@ class Trainer:
         model: Trained in place, on its device.
         new: The new domain.
         penalty: Pulls at every step; None for plain training.
+        rehearsal: Adds its loss at every step; None without any.
         schedule: How long and how fast.
         shuffle: Draws the order of the samples.
         bar: Told of the steps, with task loss and penalty apart.
@@ -61,13 +63,15 @@ class Trainer:
         model: nn.Module,
         new: BoundDomain,
         penalty: Penalty | None,
+        rehearsal: Rehearsal | None,
         schedule: Schedule,
         shuffle: torch.Generator,
         bar: Bar,
         observer: Observer,
     ) -> None:
         self.model, self.domain, self.input_spec, self.likelihood = model, new.domain, new.input_spec, new.likelihood
-        self.penalty, self.schedule, self.shuffle, self.bar, self.observer = penalty, schedule, shuffle, bar, observer
+        self.penalty, self.rehearsal, self.schedule = penalty, rehearsal, schedule
+        self.shuffle, self.bar, self.observer = shuffle, bar, observer
         self.device = next(model.parameters()).device
         self.optimizer = make_optimizer(model, schedule)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=schedule.amp == "fp16")
@@ -90,6 +94,7 @@ class Trainer:
         # Random states at the beginning of this epoch, from which a run that stopped in its middle goes on.
         self.order, self.random = shuffle.get_state(), random_state(self.device)
         self.recent: list[Tensor] = []  # losses since the last line, left on the device until then
+        self.rehearsed: list[Tensor] = []  # the same of what was rehearsed
 
     def run(self, resumed: MutableMapping[str, Any] | None = None, *, go_on: bool = True) -> int:
         """Train to the end, and return the number of optimizer steps.
@@ -151,6 +156,7 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
+            "rehearsal": None if self.rehearsal is None else self.rehearsal.state_dict(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -161,6 +167,8 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
+        if self.rehearsal is not None:
+            self.rehearsal.load_state_dict(state["rehearsal"])
         self.shuffle.set_state(self.order)
         set_random_state(self.random, self.device)
 
@@ -204,6 +212,11 @@ class Trainer:
                 loss = loss * (count(inputs) / samples)
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
+        if self.rehearsal is not None:
+            with self.autocast:
+                rehearsed = self.rehearsal.loss(self.forward)
+            self.scaler.scale(rehearsed).backward()  # type: ignore[no-untyped-call]
+            self.rehearsed.append(rehearsed.detach())
         if schedule.amp == "fp16":
             self.scaler.unscale_(optimizer)
         if self.penalty is not None and self.penalty.form == "gradient":
@@ -236,9 +249,12 @@ class Trainer:
         loss = losses.mean().item()
         held = self.penalty.value() if self.penalty is not None else 0.0
         self.bar.advance(0, loss=loss, **({} if self.penalty is None else {"penalty": held}))
-        lr = self.optimizer.param_groups[0]["lr"]
-        self.observer.log({"step": self.step, "epoch": self.epoch, "loss": loss, "penalty": held, "lr": lr})
+        line = {"step": self.step, "epoch": self.epoch, "loss": loss, "penalty": held}
+        if self.rehearsed:
+            line["rehearsed"] = torch.stack(self.rehearsed).mean().item()
+        self.observer.log({**line, "lr": self.optimizer.param_groups[0]["lr"]})
         self.recent.clear()
+        self.rehearsed.clear()
 
     def _evaluate(self, epoch: int) -> bool:
         """Have the model looked at, and return whether to go on."""

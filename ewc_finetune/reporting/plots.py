@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
 from ewc_finetune.errors import UsageError
@@ -75,7 +75,7 @@ _STYLE = {
 # What is changed in the SVG of matplotlib: text is in the page's font, groups have a class where they are marks and no
 # name otherwise, and coordinates are in tenths of a pixel.
 _CLEANED: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
-    (r'style="font-size: [\d.]+px; font-family: [^;"]*;? ?', 'style="'),
+    (r'style="[^"]*"', lambda found: re.sub(r' ?font[\w-]*: [^;"]*;?', "", found[0])),
     (r'<g id="(line|dot|ring)">', r'<g class="\1">'),
     (r'<g id="dot: ([^"]*)">', r'<g class="dot"><title>\1</title>'),
     (r'<g id="[^"]*">', "<g>"),
@@ -291,7 +291,7 @@ def _scale(axes: Axes, chart: Chart) -> None:
     sides = ("x", axes.xaxis, chart.x), ("y", axes.yaxis, chart.y)
     for name, axis, shown in sides:
         axes.set(**{f"{name}scale": "log" if shown.log else "linear"})
-        axis.minorticks_off()
+        axis.set_minor_locator(NullLocator())
         round_steps = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], integer=shown.whole)
         axis.set_major_locator(LogLocator(numticks=7) if shown.log else round_steps)
         axis.set_major_formatter(FuncFormatter(_number))

@@ -34,6 +34,13 @@ def _unheld(options: Options) -> bool:
     return not options["anchors"]
 
 
+def _unrehearsed(options: Options) -> bool:
+    return not options["rehearse"]
+
+
+_NOTHING_REHEARSED = "without --rehearse nothing is rehearsed"
+
+
 def _whole_factors(options: Options) -> bool:
     return bool(options["kfac_rank"] == "full")
 
@@ -56,6 +63,9 @@ FINETUNE = (
         lambda o: not (o["keep"] == "best" or o["patience"] or o["lambdas"] == "auto"),
         "it chooses for --keep best, --patience or --lambda auto; its data is only scored",
     ),
+    Idle("rehearse_weight", _unrehearsed, _NOTHING_REHEARSED),
+    Idle("rehearse_batch", _unrehearsed, _NOTHING_REHEARSED),
+    Idle("rehearse_variations", _unrehearsed, _NOTHING_REHEARSED),
     Idle("workers", lambda o: not o["read"], "the data is in memory, or comes in batches of its own"),
     Idle("norm_stats", lambda o: not o["normalised"], "the model has no normalisation layers"),
     Idle("tensorboard", lambda o: o["output"] is None, "without an output there is no run folder to write to"),

@@ -50,7 +50,8 @@ class Point:
             "lambdas": [self.strength],
             "penalty_form": self.form,
             "seed": self.seed,
-            **({"retain": None} if self.strength == 0 else {}),  # what the others are compared with keeps what it keeps
+            # What the others are compared with rehearses nothing, and keeps what it keeps.
+            **({"retain": None, "rehearse": ()} if self.strength == 0 else {}),
         }
 
 

@@ -12,6 +12,7 @@ from ewc_finetune.choices import PENALTY_FORMS, PenaltyForm
 from ewc_finetune.errors import UsageError
 from ewc_finetune.finetuning.options import Adapting, FinetuneOptions, Starting
 from ewc_finetune.finetuning.schedule import Schedule
+from ewc_finetune.rehearsal.options import Rehearsing
 from ewc_finetune.specs.command_options import Computing, Told
 from ewc_finetune.specs.options import option
 from ewc_finetune.specs.ranges import read_lambdas, read_seeds
@@ -75,7 +76,7 @@ class Grid:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions(Computing, Adapting, Schedule, Grid, Starting, Told):
+class SweepOptions(Computing, Adapting, Schedule, Rehearsing, Grid, Starting, Told):
     """What `sweep` is asked for.
 
     Each option has its help where it is declared; `Attributes` says what there is to know beside that.
@@ -112,6 +113,6 @@ class SweepOptions(Computing, Adapting, Schedule, Grid, Starting, Told):
         Args:
             own: The options in which this run differs from the others.
         """
-        parts = (Told, Starting, Schedule, Adapting, Computing)
+        parts = (Told, Starting, Schedule, Rehearsing, Adapting, Computing)
         shared = {one.name: getattr(self, one.name) for part in parts for one in fields(part)}
         return FinetuneOptions(**{**shared, **own})

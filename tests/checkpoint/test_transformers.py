@@ -379,7 +379,7 @@ def test_a_model_consolidated_on_its_own_samples(tmp_path, monkeypatch):
     folder = saved(llama(), tmp_path / "m")
     loaded = open_model(folder)
     domain = preprocessed(load_domain("generate:300?length=6", "train"), loaded.task, loaded.model, loaded.label)
-    ids = [domain.samples[n] for n in range(300)]
+    ids = [domain.samples[n][0] for n in range(300)]
     assert all(sample[0] == 3 and 1 < len(sample) <= 6 and 4 not in sample[1:-1] for sample in ids)
     # Drawn from the model's own distribution.
     p = logits(llama(), {"input_ids": torch.tensor([[3]])})[0, 0].softmax(0)

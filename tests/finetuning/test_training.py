@@ -335,6 +335,7 @@ HARD = {
     "updating": {"norm_stats": "update", "optimizer": "sgd", "eval_every": 2},
     "half": {"amp": "fp16", "eval_every": 2},
     "best": {"keep": "best", "lr": 1.0, "select_on": [as_domain(SCORED["held out"], "held out")]},
+    "rehearsing": {"rehearse": ["probes", DATA], "rehearse_batch": 7, "eval_every": 2},
     "early": {"patience": 1, "lr": 0.3, "eval_every": 2, "select_on": [as_domain(SCORED["held out"], "held out")]},
 }
 
@@ -343,7 +344,7 @@ HARD = {
 @pytest.mark.parametrize("options", HARD.values(), ids=HARD)
 def test_a_run_that_goes_on_ends_with_the_same_bytes(options, kind, tmp_path, monkeypatch, killing):
     data = {"memory": DATA, "augmented": Augmented(), "loader": DataLoader(Augmented(), 20, shuffle=True)}[kind]
-    anchor = ewc.consolidate(model(), DATA).save(tmp_path / "a.safetensors").path
+    anchor = ewc.consolidate(model(), DATA, probe=40).save(tmp_path / "a.safetensors").path
 
     def run(folder, **more):
         folder.mkdir(exist_ok=True)

@@ -52,7 +52,7 @@ def test_long_curves_take_little_and_keep_their_peaks():
 
 def test_the_colours_are_those_of_the_page():
     svg = to_svg(chart([(0.0, 1.0), (1.0, 2.0)], labels=["1", "2"]))
-    assert not re.search("#[0-9a-f]{6}|<style|<script", svg)
+    assert not re.search("#[0-9a-f]{6}|<style|<script|font", svg)
     assert set(re.findall(r"var\(--(\w+)\)", svg)) == {"k0", "page", "ink", "soft", "grid"}
 
 

@@ -1,0 +1,30 @@
+"""Which inputs of a probe are rehearsed, and which are left to measure with: what was rehearsed is no meter."""
+
+from __future__ import annotations
+
+import torch
+
+from ewc_finetune.anchor.probe_tensors import Probe
+from ewc_finetune.errors import UsageError
+
+# The inputs that are left are this part of all,
+_PART = 4
+# and at least so many; of a share of unchanged answers, that is steps of 6%.
+_LEAST = 16
+# Of so many inputs a quarter says little.
+COARSE = 64
+
+
+def held_out(probe: Probe, where: str) -> list[int]:
+    """Return the numbers of the inputs that are never rehearsed: always the same ones of a probe.
+
+    Raises:
+        UsageError: if too few would be left to rehearse; `where` is the anchor.
+    """
+    if probe.samples < 2 * _LEAST:
+        raise UsageError(
+            f"{where}: its probe of {probe.data} has {probe.samples} inputs, of which {_LEAST} must stay to measure "
+            f"with. Rehearse a probe of at least {2 * _LEAST} (ewc-ft consolidate --probe)"
+        )
+    order = torch.randperm(probe.samples, generator=torch.Generator().manual_seed(probe.seed))
+    return sorted(order[: max(_LEAST, probe.samples // _PART)].tolist())

@@ -1,0 +1,54 @@
+"""The options of rehearsal, which `finetune` and `sweep` have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ewc_finetune.errors import UsageError
+from ewc_finetune.specs.options import is_number, option
+
+# What a source is called that is the probes of the anchors.
+PROBES = "probes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsing:
+    """What is rehearsed, and how much; see `Rehearsal`."""
+
+    rehearse: Sequence[Any] = option(
+        (),
+        "Rehearse old inputs beside the new data, towards the old model's own answers: probes (those in the anchors), "
+        "or data that is like the old (labels are not looked at); repeatable.",
+        read=str,
+        many=True,
+        metavar="SOURCE",
+        code="data",
+        setting="method",
+    )
+    rehearse_weight: float = option(
+        1.0,
+        "What the rehearsed samples of a step count, all together, beside 1 for the new ones.",
+        metavar="X",
+        setting="method",
+    )
+    rehearse_batch: int | None = option(
+        None, "Rehearsed samples a step.", least=1, unless="as many as new ones", setting="method"
+    )
+
+    rehearse_variations: bool = option(
+        True,
+        "Rehearse what is made of the inputs too: images moved a little, and mixtures of two, which the anchor's "
+        "weights answer.",
+        setting="method",
+    )
+
+    def check_rehearsal(self) -> None:
+        """Check what no declaration says.
+
+        Raises:
+            UsageError: if the weight is no number above 0.
+        """
+        if not is_number(self.rehearse_weight) or self.rehearse_weight <= 0:
+            raise UsageError(f"rehearse weight is {self.rehearse_weight}; expected a finite number, more than 0")

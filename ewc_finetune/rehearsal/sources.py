@@ -1,0 +1,165 @@
+"""From what is asked for (probes, data) to what is rehearsed: inputs with the old model's answers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ewc_finetune.anchor.anchor import Anchor
+from ewc_finetune.anchor.heads import foreign_head, head_of
+from ewc_finetune.anchor.probe_tensors import Probe, records_of
+from ewc_finetune.checkpoint.open import LoadedModel
+from ewc_finetune.data.domain import Domain
+from ewc_finetune.data.input_spec import InputSpec
+from ewc_finetune.data.sources import resolve_domain
+from ewc_finetune.errors import UsageError
+from ewc_finetune.evaluation.bound_domain import BoundDomain, bind
+from ewc_finetune.evaluation.presenting import presented
+from ewc_finetune.evaluation.probe import measure, take_probe
+from ewc_finetune.likelihood.active import Active
+from ewc_finetune.likelihood.base import Likelihood
+from ewc_finetune.likelihood.categorical import PerToken
+from ewc_finetune.likelihood.registry import get_likelihood
+from ewc_finetune.likelihood.top_answers import TopAnswers
+from ewc_finetune.modules.heads import head_in_place
+from ewc_finetune.progress import Silent
+from ewc_finetune.rehearsal.held_out import held_out
+from ewc_finetune.rehearsal.memory import Memory
+from ewc_finetune.rehearsal.options import PROBES
+from ewc_finetune.rehearsal.teacher import as_anchored
+from ewc_finetune.rehearsal.variations import varied
+
+# Of larger data so many inputs are kept in memory.
+_MOST_KEPT = 10_000
+# Of vocabularies above four times this only so many answers are kept, the likeliest ones.
+_TOP = 64
+
+
+def resolve_sources(
+    sources: Sequence[Any], anchors: Sequence[Anchor], data_dir: str | Path | None = None
+) -> list[Domain | None]:
+    """Return the data of each source; None for the probes of the anchors.
+
+    Raises:
+        UsageError: if there is no probe to rehearse.
+        DataError: if data cannot be had.
+    """
+    probes = [isinstance(source, str) and source == PROBES for source in sources]
+    if any(probes) and not any(records_of(anchor.probes) for anchor in anchors):
+        raise UsageError(
+            "there is no probe to rehearse in the anchors: ewc-ft consolidate --probe N keeps one while the old data "
+            "is at hand. Without it, rehearse data that is like the old, or any public data: --rehearse DATA"
+        )
+    return [
+        None if is_probes else resolve_domain(source, "train", data_dir)
+        for source, is_probes in zip(sources, probes, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Teachers:
+    """Who answers what is rehearsed.
+
+    Attributes:
+        loaded: The model that is to be trained, on its device, with the head that it is trained with.
+        anchors: Oldest first. Each answers the inputs in its own probes; data is answered by the newest, or without any
+            by the model as it is.
+        varied: Whether variations of the inputs are rehearsed too, where there can be any.
+    """
+
+    loaded: LoadedModel
+    anchors: Sequence[Anchor]
+    varied: bool = True
+
+    @property
+    def model(self) -> nn.Module:
+        """The model alone."""
+        return self.loaded.model
+
+    @property
+    def device(self) -> torch.device:
+        """The device that it is on."""
+        return next(self.model.parameters()).device
+
+    def layer(self, anchor: Anchor) -> nn.Linear | None:
+        """Return the last layer that answers for an anchor, where it is another than the model's."""
+        return head_of(anchor, self.model) if foreign_head(anchor, self.loaded.metadata.head) else None
+
+    def probes(self, anchor: Anchor) -> tuple[list[Memory], Anchor]:
+        """Return what is rehearsed of an anchor's probes, and the anchor with what is measured of them.
+
+        Raises:
+            UsageError: if a probe is too small for both.
+            AnchorMismatchError: if a probe does not go into the model.
+        """
+        memories, measured = [], []
+        for probe in anchor.probes:
+            left = held_out(probe, anchor.label)
+            ours = probe.subset(sorted(set(range(probe.samples)) - set(left)))
+            measured.append(probe.subset(left))
+            plain, layer = get_likelihood(probe.likelihood), self.layer(anchor)
+            likelihood = plain if probe.active is None else Active(plain, probe.active)
+            with contextlib.nullcontext() if layer is None else head_in_place(self.model, layer):
+                measure(self.model, ours.subset([0]), self.device, anchor=anchor.label)  # refuses what does not go in
+            more = None
+            if anchor.provenance.merged is None:  # a merged one's answers are several models'
+                with as_anchored(self.model, anchor):
+                    more = self._variations(ours, likelihood)
+            memories.append(
+                Memory(anchor.label, _joined(ours, more), likelihood, layer, tuple(left), ours.samples, probe.samples)
+            )
+        return memories, replace(anchor, probes=measured)
+
+    def data(self, domain: Domain, likelihood: Likelihood, seed: int) -> Memory:
+        """Return what is rehearsed of data, of which labels are not looked at.
+
+        Args:
+            domain: The data.
+            likelihood: The likelihood of the model's outputs.
+            seed: The seed that chooses among more inputs than are kept.
+
+        Raises:
+            AnchorMismatchError: if the anchor cannot teach the model.
+            DataError: if the data does not go into the model.
+        """
+        anchor = self.anchors[-1] if self.anchors else None
+        with contextlib.nullcontext() if anchor is None else as_anchored(self.model, anchor):
+            asked = replace(presented(domain, self.loaded, Silent()), labels=None)
+            bound = bind(self.loaded, asked, likelihood, self.device, Silent())
+            if likelihood.name == PerToken.name and bound.outputs[-1] > 4 * _TOP:
+                bound = replace(bound, likelihood=TopAnswers(_TOP))
+            probe = take_probe(self.model, bound, min(domain.size or _MOST_KEPT, _MOST_KEPT), seed, self.device)
+            more = self._variations(probe, bound.likelihood)
+        return Memory(
+            "the model as it was" if anchor is None else anchor.label,
+            _joined(probe, more),
+            bound.likelihood,
+            None if anchor is None else self.layer(anchor),
+            given=probe.samples,
+            size=domain.size,
+        )
+
+    def _variations(self, probe: Probe, likelihood: Likelihood) -> Probe | None:
+        """Return inputs like those of a probe, with the answers that the model has now; None where there are none."""
+        if not self.varied or probe.counted is not None:
+            return None
+        spec, generator = InputSpec.read(probe.layout), torch.Generator().manual_seed(probe.seed)
+        inputs = varied(probe.inputs, spec, generator)
+        if inputs is None:
+            return None
+        domain = Domain(probe.data, TensorDataset(inputs), active=probe.active)
+        return take_probe(self.model, BoundDomain(domain, spec, likelihood, ()), len(inputs), 0, self.device)
+
+
+def _joined(probe: Probe, more: Probe | None) -> Probe:
+    if more is None or not isinstance(probe.inputs, Tensor) or not isinstance(more.inputs, Tensor):
+        return probe
+    inputs, outputs = torch.cat([probe.inputs, more.inputs]), torch.cat([probe.outputs, more.outputs])
+    return replace(probe, inputs=inputs, outputs=outputs)

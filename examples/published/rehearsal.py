@@ -1,0 +1,217 @@
+"""What a few hundred old inputs hold: MNIST, then Fashion-MNIST, with and without rehearsal and penalties.
+
+The four settings of kfac.py, three seeds each. The anchor of MNIST has a probe of 64, 256 or 1,000 inputs, of which
+three quarters are rehearsed; beside that there is no penalty, or the diagonal or K-FAC. Plain fine-tuning, and joint
+training on Fashion-MNIST and all of MNIST, are the ends of what can be had.
+
+    OMP_NUM_THREADS=1 python examples/published/rehearsal.py --settings transformer      about an hour and a half
+    python examples/published/rehearsal.py --quick                                       a minute, to see that it runs
+
+Writes a CSV for each setting, and of what is there rehearsal.md and rehearsal.png, to --output (the folder rehearsal
+beside this file). Runs that are in the CSV already are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import csv
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from kfac import DIAGONAL, SAMPLES, SETTINGS, Setting
+from matplotlib.figure import Figure
+from torch.utils.data import ConcatDataset
+
+import ewc_finetune as ewc
+from ewc_finetune.data.sources import load_domain
+
+NONE, KFAC = "none", "K-FAC"
+PROBES = (0, 64, 256, 1_000)
+LAMBDAS = {NONE: (0.0,), DIAGONAL: (10.0, 100.0), KFAC: (1.0, 3.0, 10.0)}
+JOINT = -1
+
+
+class Point(NamedTuple):
+    """One run: inputs in the probe (-1 for joint training), the penalty beside it, and the accuracies after it."""
+
+    probe: int
+    variations: bool
+    penalty: str
+    strength: float
+    seed: int
+    kept: float
+    learned: float
+
+
+def main() -> None:
+    options = parse_arguments()
+    options.output.mkdir(parents=True, exist_ok=True)
+    for name in options.settings:
+        path = options.output / f"{name}.csv"
+        points = read(path)
+        for seed in options.seeds:
+            for point in run_seed(SETTINGS[name], seed, points, options):
+                print(f"{name}: {point}", flush=True)
+                points.append(point)
+                with path.open("w", newline="") as file:
+                    csv.writer(file, lineterminator="\n").writerows([Point._fields, *points])
+    found = {name: points for name in SETTINGS if (points := read(options.output / f"{name}.csv"))}
+    table = table_of(found)
+    (options.output / "rehearsal.md").write_text(table)
+    print(f"\n{table}")
+    draw(found, options.output / "rehearsal.png")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--settings", nargs="*", choices=SETTINGS, default=list(SETTINGS), help="which of them (all)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a network each (0 1 2)")
+    parser.add_argument("--data-dir", type=Path, help="where MNIST and FashionMNIST lie (default: $EWC_FT_DATA)")
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(""), help="folder")
+    parser.add_argument("--quick", action="store_true", help="little data, one seed: shows that it runs, no result")
+    options = parser.parse_args()
+    if options.quick:
+        options.seeds = options.seeds[:1]
+    return options
+
+
+def wanted(seed: int, quick: bool) -> Iterator[tuple[int, bool, str, float]]:
+    """Go through the runs of a seed: probe, variations, penalty, lambda."""
+    yield 0, True, NONE, 0.0
+    yield JOINT, True, NONE, 0.0
+    for probe in PROBES:
+        for penalty, strengths in LAMBDAS.items():
+            for strength in strengths:
+                if (probe or penalty != NONE) and not (quick and (probe > 64 or strength > 1)):
+                    yield probe, True, penalty, strength
+    for probe in PROBES[1:]:
+        if not quick:
+            yield probe, False, NONE, 0.0
+
+
+def run_seed(setting: Setting, seed: int, done: list[Point], options: argparse.Namespace) -> Iterator[Point]:
+    """Train on MNIST, then adapt to Fashion-MNIST in each way that is not there yet."""
+    limit = "?limit=200" if options.quick else ""
+    mnist, fmnist = f"mnist{limit}", f"fmnist{limit}"
+    common = {"seed": seed, "data_dir": options.data_dir}
+    short = {"epochs": 1} if options.quick else {}
+    left = [one for one in wanted(seed, options.quick) if not any((p[:4], p.seed) == (one, seed) for p in done)]
+    if not left:
+        return
+    torch.manual_seed(seed)
+    start = setting.build()
+    ewc.finetune(start, mnist, eval_on=[], **{**common, **setting.first, **short})
+    second = {**common, **setting.second, **short, "eval_on": [mnist, fmnist]}
+    with tempfile.TemporaryDirectory() as folder:
+        anchors: dict[tuple[int, str], ewc.Anchor] = {}
+
+        def anchor(probe: int, penalty: str) -> ewc.Anchor:
+            if (probe, penalty) not in anchors:
+                curvature = (
+                    {"curvature": "identity"} if penalty == NONE else {"samples": 100 if options.quick else SAMPLES}
+                )
+                if penalty == KFAC:
+                    curvature["curvature"] = "kfac"
+                path = Path(folder) / f"{probe}-{penalty}.safetensors"
+                ewc.consolidate(start, mnist, probe=probe, output=path, **curvature, **common)
+                anchors[probe, penalty] = ewc.Anchor.open(path)
+            return anchors[probe, penalty]
+
+        for probe, variations, penalty, strength in left:
+            if probe == JOINT:
+                both = ConcatDataset([load_domain(data, "train", options.data_dir).samples for data in (mnist, fmnist)])
+                made = ewc.finetune(copy.deepcopy(start), both, **second)
+            elif not probe and penalty == NONE:
+                made = ewc.finetune(copy.deepcopy(start), fmnist, **second)
+            else:
+                rehearsed = {"rehearse": ["probes"], "rehearse_variations": variations} if probe else {}
+                held = {"anchors": anchor(probe, penalty), "lambdas": strength}
+                made = ewc.finetune(copy.deepcopy(start), fmnist, **held, **rehearsed, **second)
+            yield Point(probe, variations, penalty, strength, seed, *(score.accuracy for score in made.after))
+
+
+def read(path: Path) -> list[Point]:
+    """Read the points of a setting; none if it has not been run."""
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return [
+            Point(
+                int(row["probe"]),
+                row["variations"] == "True",
+                row["penalty"],
+                float(row["strength"]),
+                int(row["seed"]),
+                float(row["kept"]),
+                float(row["learned"]),
+            )
+            for row in csv.DictReader(file)
+        ]
+
+
+def means(points: list[Point]) -> dict[tuple[int, bool, str, float], tuple[float, float]]:
+    """Mean of what is kept and learned over the seeds, in percent, by everything else."""
+    return {
+        key: (
+            100 * statistics.mean(p.kept for p in points if p[:4] == key),
+            100 * statistics.mean(p.learned for p in points if p[:4] == key),
+        )
+        for key in dict.fromkeys(p[:4] for p in points)
+    }
+
+
+def table_of(found: dict[str, list[Point]]) -> str:
+    """What is kept and what is learned, means over the seeds."""
+    columns = {name: means(points) for name, points in found.items()}
+    rows = ["| probe | penalty | " + " | ".join(SETTINGS[name].title for name in columns) + " |"]
+    rows += ["|---|---|" + "---|" * len(columns)]
+    for key in dict.fromkeys(key for known in columns.values() for key in known):
+        probe, variations, penalty, strength = key
+        first = {JOINT: "joint training", 0: "none"}.get(probe, f"{probe:,}" + ("" if variations else ", as they are"))
+        cells = [f"{known[key][0]:.1f} / {known[key][1]:.1f}" if key in known else "" for known in columns.values()]
+        rows.append(
+            f"| {first} | {penalty if penalty == NONE else f'{penalty}, {strength:g}'} | " + " | ".join(cells) + " |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def draw(found: dict[str, list[Point]], path: Path) -> None:
+    """Draw what is kept against what is learned, a panel to a setting."""
+    figure = Figure(figsize=(5 * max(1, len(found)), 4), layout="constrained")
+    figure.suptitle("MNIST, then Fashion-MNIST: what a probe that is rehearsed keeps (numbers: lambda)")
+    for axes, (name, points) in zip(
+        figure.subplots(1, max(1, len(found)), squeeze=False).flat, found.items(), strict=True
+    ):
+        known = means(points)
+        for probe, color in zip(PROBES, ("0.6", "C0", "C1", "C2"), strict=True):
+            for penalty, marker in {NONE: "*", DIAGONAL: "o", KFAC: "s"}.items():
+                own = {key[3]: value for key, value in known.items() if key[:3] == (probe, True, penalty)}
+                if own:
+                    label = f"probe of {probe:,}" if probe else "no rehearsal"
+                    axes.plot(
+                        *zip(*own.values(), strict=True),
+                        marker,
+                        ms=9 if penalty == NONE else 5,
+                        color=color,
+                        label=label if penalty == NONE else None,
+                    )
+                for strength, position in own.items():
+                    if strength:
+                        axes.annotate(f"{strength:g}", position, xytext=(4, 3), textcoords="offset points", fontsize=7)
+        joint = known.get((JOINT, True, NONE, 0.0))
+        if joint:
+            axes.plot(*joint, "P", color="k", ms=8, label="joint training")
+        axes.set(title=SETTINGS[name].title, xlabel="accuracy on MNIST, %", ylabel="accuracy on Fashion-MNIST, %")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize=8, loc="lower left")
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
