@@ -62,10 +62,10 @@ class _Watched:
 
     Attributes:
         batch_first: Brings the samples of its tensors to the front.
-        uses: Of parameters that are used nowhere else, by name.
-        shared: Of the others: which of the parameter's uses this is.
-        blocks: Of weights whose whole block is wanted, with their biases.
-        squares: Of the gradients, summed over the vectors, where some use needs no more.
+        uses: The uses of parameters that are used nowhere else, by name.
+        shared: The other parameters, each with the number of this one among its uses.
+        blocks: The sums for weights whose whole block is wanted, with their biases.
+        squares: The squares of the gradients, summed over the vectors, where some use needs no more.
     """
 
     batch_first: BatchFirst
@@ -106,17 +106,17 @@ class RuledPass:
     """One batch's way through the model, with the uses of its parameters. A context: it ends with its hooks removed.
 
     Args:
-        model: In eval mode; `parameters` alone require a gradient (`differentiable`).
-        parameters: Those whose every use has a rule, and others that are not expected to be used at all.
+        model: The model, in eval mode; `parameters` alone require a gradient (`differentiable`).
+        parameters: The parameters whose every use has a rule, and others that are not expected to be used at all.
         course: The calls that are to be expected.
         inputs: One batch.
         scratch: Memory that is used again from batch to batch.
         forms: Whether functions may take their cheaper forms; not where something else runs the model once more.
-        wanted: Of some weights, what collects their blocks from their uses; no squares are taken of those.
+        wanted: What collects the blocks of some weights from their uses; no squares are taken of those weights.
         repeated: Embeddings to look up for each sample anew; see `CallRecorder`.
 
     Attributes:
-        outputs: Of the model.
+        outputs: The model's outputs.
         blocks: What was collected, complete after `squares`.
 
     Raises:

@@ -46,7 +46,7 @@ class Call:
     """One call with parameters that a rule knows.
 
     Attributes:
-        function: Its name, or the class of the module that has a rule.
+        function: The function's name, or the class of the module that has a rule.
         makers: For each of the parameters, by name, what makes its use.
         output: What came out.
         first: Whether no gradient flows on to what went in.

@@ -15,8 +15,8 @@ def check_rule(module: nn.Module, *inputs: Any, tolerance: float | None = None) 
     """Compare the rule that is registered for a module's class with autograd, one sample at a time.
 
     Args:
-        module: In the mode it is used in; float64 shows most.
-        inputs: Its positional arguments, tensors with the batch in the first dimension (2 samples or more).
+        module: The module, in the mode it is used in; float64 shows most.
+        inputs: The module's positional arguments, tensors with the batch in the first dimension (2 samples or more).
         tolerance: How far a parameter's gradients may differ, relative to their norm; what the dtype's rounding
             explains unless given: 1e-8 in float64, 1e-4 in float32.
 

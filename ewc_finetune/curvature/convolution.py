@@ -19,7 +19,7 @@ class Convolution:
         stride: One number for each dimension, like the three after it.
         padding: Zeros on both sides.
         dilation: Steps between the kernel's elements.
-        output_padding: Of a transposed convolution.
+        output_padding: What a transposed convolution adds to one side of its output.
         groups: Groups of channels that see only each other.
         transposed: Whether it is a transposed convolution; its weight has the shape `(inputs, outputs / groups, ...)`.
     """
@@ -38,10 +38,10 @@ def weight_gradients(
     """Return the gradient of each sample by the weight, shape `(batch, *shape)`.
 
     Args:
-        convolution: Its hyperparameters.
-        shape: Of the weight.
+        convolution: The hyperparameters.
+        shape: The weight's shape.
         inputs: What went in, `(batch, channels, *space)`.
-        gradient: By what came out, `(batch, channels, *space)`.
+        gradient: The gradient by what came out, `(batch, channels, *space)`.
         out: Where the result may be put, `(batch, *shape)`.
     """
     kernel = shape[2:]

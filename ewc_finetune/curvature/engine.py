@@ -29,8 +29,8 @@ class Engine:
     """Computes sums over samples of squared per-sample gradients.
 
     Args:
-        model: In eval mode.
-        parameters: Those to differentiate by.
+        model: The model, in eval mode.
+        parameters: The parameters to differentiate by.
         rules: Whether layer rules may be used.
 
     Attributes:

@@ -53,7 +53,7 @@ class BlockSums:
 
     Args:
         layer: The layer.
-        use: Of its weight.
+        use: The use of its weight.
         form: What is done with several positions.
         checked: A sample of which the gradient itself is wanted too, to compare it.
         mask: Which tokens of each sample are its own, not zero there, `(batch, tokens)`; a layer with as many positions

@@ -114,8 +114,8 @@ class Block:
 
         Args:
             rank: See `check_rank`.
-            dtype: Of kept eigenvectors, whose numbers are all below 1. The rest is float32: of a factor as it is,
-                rounding would make small eigenvalues negative.
+            dtype: The dtype of kept eigenvectors, whose numbers are all below 1. The rest is float32: rounding a dense
+                factor would make small eigenvalues negative.
         """
         factors = [factor.to(torch.empty(0)) for factor in (self.input, self.output)]
         if rank != "full":

@@ -70,7 +70,7 @@ class Sums:
     """Collects squares of per-sample gradients, for one batch.
 
     Args:
-        shape: Of the parameter.
+        shape: The parameter's shape.
         batch: How many samples.
 
     Attributes:
@@ -221,9 +221,9 @@ class Broadcast(BySquares):
     Its gradient is `G * multiplied * scale`, summed over the positions that it was broadcast to.
 
     Args:
-        shape: Of the parameter.
+        shape: The parameter's shape.
         batch: How many samples.
-        view: Its shape where it meets one sample's outputs, with a 1 wherever it is repeated.
+        view: The parameter's shape where it meets one sample's outputs, with a 1 wherever it is repeated.
         multiplied: Gives what it multiplies, for some samples; None for 1.
         scale: What that is to be multiplied by, in the parameter's shape; None for 1.
     """

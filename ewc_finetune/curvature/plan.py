@@ -50,7 +50,7 @@ class GradientPlan:
         dead: Parameters that something was done with, but the outputs of these samples don't depend on it.
         course: The calls to expect of the model, for `RuledPass`.
         refusal: Why `vmap` cannot do the rest, or None when it can.
-        output_shape: Of the outputs for one sample.
+        output_shape: The shape of the outputs for one sample.
         elements: How many numbers the model makes of one sample on its way, the sample's own among them.
         forms: Whether functions may take their cheaper forms on the way.
         layers: Weights among the ruled ones whose Kronecker-factored block can be had.
@@ -76,8 +76,8 @@ def make_plan(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs
     """Look at the model on the first and the last of these samples.
 
     Args:
-        model: In eval mode.
-        parameters: Those that gradients are wanted by.
+        model: The model, in eval mode.
+        parameters: The parameters to differentiate by.
         inputs: Samples.
         rules: Whether rules may be used at all.
 
@@ -125,8 +125,8 @@ def agree(squares: Tensor, expected: Tensor, dtype: torch.dtype, largest: Tensor
     """Whether two ways to a parameter's squares agree, but for rounding.
 
     Args:
-        squares: By one way.
-        expected: By the other.
+        squares: The squares by one way.
+        expected: The squares by the other.
         dtype: What the model computes in.
         largest: The norm of the largest parameter's squares.
         slack: Multiplies the tolerance.

@@ -16,8 +16,8 @@ class StandardError:
     """The standard error of the trace, relative to the trace: what is left to chance in which samples were seen.
 
     Attributes:
-        trace: Of the whole diagonal; None for fewer than two samples.
-        layers: Of each layer's part.
+        trace: The error of the whole diagonal's sum; None for fewer than two samples.
+        layers: The error of each layer's part of that sum.
     """
 
     trace: float | None
@@ -28,7 +28,7 @@ class RunningError:
     """Collects each sample's part of the trace, by layer; only sums are kept.
 
     Args:
-        names: Of the parameters, in the order in which they will come.
+        names: The parameters' names, in the order in which they will come.
         device: Where the samples' parts are.
     """
 

@@ -21,7 +21,7 @@ class ForwardPass:
     """What one run of the model showed.
 
     Attributes:
-        outputs: Of the model, which autograd can differentiate.
+        outputs: The model's outputs, which autograd can differentiate.
         calls: Each call with a rule: its signature, a copy of its output, and the call.
         recorder: What saw them.
         mutates: Whether the model changed its own inputs in place.

@@ -19,8 +19,8 @@ class CutBlock:
 
     Attributes:
         narrow: The factor of fewer eigenvectors.
-        wide: The other one, as it counts along these.
-        coarse: As it counts along what they leave.
+        wide: The other factor, as it counts along the kept eigenvectors of narrow.
+        coarse: The other factor, as it counts along the directions that narrow leaves.
         turned: Whether narrow is the output factor.
     """
 
@@ -31,7 +31,7 @@ class CutBlock:
 
     @property
     def factors(self) -> tuple[EighDecomposed, EighDecomposed, EighDecomposed]:
-        """All three."""
+        """Narrow, wide and coarse."""
         return self.narrow, self.wide, self.coarse
 
     def times(self, difference: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ class InputSpec:
     """The way from a sample of the data to an input of the model.
 
     Attributes:
-        shape: Of one sample in the data; `(channels, height, width)` for images; `()` for a dictionary.
+        shape: The shape of one sample in the data; `(channels, height, width)` for images; `()` for a dictionary.
         flat: Whether a sample is flattened to a vector.
         bytes_to_unit: Whether samples are bytes, 0 to 255, that become 0 to 1.
         names: Where a sample is a dictionary of tensors: the shape of each.
@@ -96,7 +96,7 @@ def find_input_spec(
     """Find how a domain's samples go into the model, by trying one: as it is, then flattened.
 
     Args:
-        model: On `device`; tried in eval mode and left as it was.
+        model: The model, on `device`; tried in eval mode and left as it was.
         domain: The domain that the sample is of.
         device: The device that the model is on.
         check_outputs: Raises a DataError for outputs that the likelihood cannot take.

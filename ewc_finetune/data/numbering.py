@@ -33,7 +33,7 @@ def number(values: Sequence[str], names: tuple[str, ...] | None, where: str) -> 
 
     Args:
         values: The label of each sample.
-        names: Of all the model's outputs, in their order; those that there are in alphabetical order unless given.
+        names: The names of all the model's outputs, in their order; the labels in alphabetical order unless given.
         where: The name of the data in messages.
 
     Returns:

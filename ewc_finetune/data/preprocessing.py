@@ -37,9 +37,9 @@ def preprocessed(domain: Domain, task: ModelTask | None, model: nn.Module, label
     a text; what fills up the shorter texts of a batch is masked and has no label.
 
     Args:
-        domain: Of texts, images, or samples to be generated.
+        domain: A domain of texts, images, or samples to be generated.
         task: The task that the model is for, if it is known.
-        model: On its device, in eval mode; generates samples.
+        model: The model, on its device and in eval mode, which generates samples.
         label: The name to use in messages.
 
     Raises:

@@ -35,7 +35,7 @@ def load_domain(spec: str, default_split: Split, data_dir: str | Path | None = N
     """Load the data that a spec names.
 
     Args:
-        spec: Such as `mnist`, `digits?rotate=90`, `imagefolder:photos/?size=64&limit=1000`.
+        spec: A data spec such as `mnist`, `digits?rotate=90`, `imagefolder:photos/?size=64&limit=1000`.
         default_split: The split, where the spec doesn't say.
         data_dir: Where downloads lie or go; else the environment's EWC_FT_DATA, else `~/.cache/ewc-finetune/data`.
 

@@ -162,7 +162,7 @@ def labels_of(
     Args:
         columns: The columns with the targets.
         where: The name of the table in messages.
-        names: Of the model's outputs, in their order, where labels are to be numbered by them.
+        names: The names of the model's outputs, in their order, where labels are to be numbered by them.
 
     Returns:
         The labels, None without columns, and the names of the classes where labels were names.

@@ -26,7 +26,7 @@ class Transform:
         resize: Resized until the shorter side has so many pixels.
         crop: What is kept of the middle: (height, width). Smaller images get a black border.
         interpolation: How the two resize; bilinear unless given.
-        mean: Of each channel, or one for all: subtracted from pixels of 0 to 1.
+        mean: The mean of each channel, or one for all: subtracted from pixels of 0 to 1.
         std: What they are divided by then; there is none without the other.
     """
 
@@ -111,11 +111,11 @@ class Assumption:
     """What is done to images unless their data says otherwise.
 
     Attributes:
-        transform: It.
+        transform: What is done to them.
         source: Who says so: the model's own `record`, the `weights` that torchvision has for its architecture, or
             `nobody`: then images go in as 0 to 1.
         shape: Height and width that images have in the record, if it says so; those that have them are not resized.
-        whose: Of `weights`, what torchvision calls the architecture.
+        whose: What torchvision calls the architecture, where its weights say so.
     """
 
     transform: Transform

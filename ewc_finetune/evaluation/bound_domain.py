@@ -21,7 +21,7 @@ class BoundDomain:
     """A domain as a model takes it.
 
     Attributes:
-        domain: Its samples, as they are presented to the model.
+        domain: The samples, as they are presented to the model.
         input_spec: How they go in.
         likelihood: What the outputs mean, of those that are active for it.
         outputs: Shape of the model's outputs for one sample.
@@ -34,7 +34,7 @@ class BoundDomain:
 
     @property
     def name(self) -> str:
-        """The domain's."""
+        """The domain's name."""
         return self.domain.name
 
 

@@ -74,7 +74,7 @@ def take_probe(model: nn.Module, bound: BoundDomain, n: int, seed: int, device: 
     The model, its mode, its buffers and torch's random state are left as they were.
 
     Args:
-        model: On `device`.
+        model: The model, on `device`.
         bound: The domain, as the model takes it.
         n: How many inputs: a random subset where samples can be chosen, the first of a stream or loader; all if there
             are fewer.
@@ -129,7 +129,7 @@ def measure(
     another head must have the old one in its place (`meters`).
 
     Args:
-        model: On `device`.
+        model: The model, on `device`.
         probe: The probe of an anchor.
         device: The device that the model is on.
         anchor: The name of that anchor in messages.

@@ -29,7 +29,7 @@ class Score:
         loss: Mean negative log-likelihood, in nats.
         accuracy: Share of samples that the model gets right, 0 to 1 (of a sample's tokens or answers, the mean share);
             None where nothing is right or wrong (gaussian).
-        perplexity: Of the per-token likelihood: e to the mean loss of a token; None for the others.
+        perplexity: For the per-token likelihood, e to the mean loss of a token; None for the others.
     """
 
     domain: str

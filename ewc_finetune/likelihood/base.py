@@ -23,7 +23,7 @@ class Likelihood(ABC):
     """What the rest of the package asks of a likelihood. Outputs and targets have the batch in front.
 
     Attributes:
-        name: As on the command line.
+        name: The name on the command line.
         metric: What `right` counts, for people: None where nothing is right or wrong.
         kept: The dtype in which `answers` are kept.
         trained_with: Options of training that its loss takes, which are its arguments.

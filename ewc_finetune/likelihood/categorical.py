@@ -152,7 +152,7 @@ class PerToken(Categorical):
         return OutputFisher(fisher.count, lambda m: fisher[m] * kept, lambda: fisher.squares() * kept)
 
     def exact(self, outputs: Tensor) -> OutputFisher:
-        """Those of each token by itself, at most classes - 1: given the input, tokens are independent."""
+        """Take the vectors of each token by itself, at most classes - 1: given the input, tokens are independent."""
         tokens = outputs.shape[1]
         each = softmax_fisher(outputs.softmax(dim=2).flatten(0, 1))
 

@@ -22,8 +22,8 @@ def get_likelihood(name: str, options: object = None) -> Likelihood:
     """Return the likelihood of that name.
 
     Args:
-        name: Of the likelihood.
-        options: Of training, of which it takes what its loss has.
+        name: The likelihood's name.
+        options: Options of training, of which a likelihood takes those that its loss has.
 
     Raises:
         UsageError: if there is none, listing those that there are; or for an option that is of another one's loss.

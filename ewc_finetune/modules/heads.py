@@ -37,7 +37,7 @@ def replace_head(model: nn.Module, outputs: int, keep: bool) -> tuple[str, nn.Li
 
     Args:
         model: Changed in place.
-        outputs: Of the new layer, which is initialised as torch does, from torch's random state.
+        outputs: How many outputs the new layer has, which is initialised as torch does, from torch's random state.
         keep: Whether its first outputs are the old layer's, with their weights.
 
     Returns:

@@ -16,7 +16,7 @@ class ModelTask:
     """What a model of transformers is for.
 
     Attributes:
-        folder: With its tokenizer or image processor.
+        folder: The folder with its tokenizer or image processor.
         kind: What it does with its inputs; None for one that is not known here, which takes tensors alone.
         likelihood: How its outputs are meant.
         classes: Their names, where the config has any.
