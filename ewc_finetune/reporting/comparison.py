@@ -126,7 +126,7 @@ def frontier_chart(curves: Sequence[Curve], measure: Measure, kept: str, where: 
 
     Args:
         curves: Points of (learned, kept), with lambdas for labels.
-        measure: What is learned is measured by, and what is kept unless that is a share of probes.
+        measure: The measure of what is learned, and of what is kept unless that is a share of probes.
         kept: What is kept, with its unit.
         where: What is learned.
         chosen: The point that gets a ring.
