@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ewc_finetune.reporting.figure import Figure, style_of
-from ewc_finetune.reporting.measures import Measure, measure_of, short
+from ewc_finetune.reporting.measures import NOTHING, Measure, measure_of, short
 from ewc_finetune.reporting.outcome import Outcome, data_key, sentence
 from ewc_finetune.reporting.plots import Axis, Chart, Curve, Point, to_svg
 from ewc_finetune.specs.options import Setting
@@ -93,8 +93,10 @@ class Group:
 
     def option_text(self, outcome: Outcome, key: str) -> str:
         """Return the value of an option, as a table has it."""
-        text = self._option(outcome, key)
-        return short("default" if text == "null" else text.strip('"'))
+        value = json.loads(self._option(outcome, key))
+        if isinstance(value, list):
+            return short(", ".join(map(str, value)) or NOTHING)
+        return short("default" if value is None else value if isinstance(value, str) else json.dumps(value))
 
     def frontier(self) -> Figure | None:
         """Draw retention against plasticity, a point for each run; None where fewer than two have both."""

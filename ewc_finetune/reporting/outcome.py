@@ -63,24 +63,30 @@ class Outcome:
         return [anchor.get("lambda") or 0.0 for anchor in self.anchors]
 
     @property
+    def rehearsed(self) -> bool:
+        """Whether old inputs were rehearsed."""
+        return bool(self.found.get("rehearsed"))
+
+    @property
     def held(self) -> bool:
-        """Whether there was a penalty."""
-        return any(self.strengths)
+        """Whether there was a penalty, or rehearsal."""
+        return any(self.strengths) or self.rehearsed
 
     @property
     def strength(self) -> str:
         """Lambda: one number where all anchors have the same; `plain` without a penalty."""
         if not self.held:
             return "plain"
-        texts = [f"{strength:.4g}" for strength in self.strengths]
+        texts = [f"{strength:.4g}" for strength in self.strengths] or ["0"]
         return texts[0] if len(set(texts)) == 1 else ", ".join(texts)
 
     @property
     def kind(self) -> str:
-        """What sort of penalty it was."""
+        """How it was held: the sorts of its anchors, and whether by rehearsal."""
         names = {"kfac": "K-FAC", "identity": "L2"}
         kinds = {names.get(anchor["provenance"].get("curvature"), "diagonal Fisher") for anchor in self.anchors}
-        return " + ".join(sorted(kinds)) if self.held else "none"
+        parts = [*(sorted(kinds) if any(self.strengths) else []), *(["rehearsal"] if self.rehearsed else [])]
+        return " + ".join(parts) or "none"
 
     @property
     def finished(self) -> bool:
@@ -189,8 +195,11 @@ def sentence(outcome: Outcome, plain: Outcome | None, measure: Measure, start: s
 
 def _start(outcome: Outcome) -> str:
     """Say how a run was held or, where it did not finish, why and how far it got."""
+    if outcome.finished and not any(outcome.strengths):
+        return "Held by rehearsal" if outcome.rehearsed else "Trained without a penalty"
     if outcome.finished:
-        return f"Held at lambda {listed(outcome.strength.split(', '))}" if outcome.held else "Trained without a penalty"
+        beside = ", with rehearsal" if outcome.rehearsed else ""
+        return f"Held at lambda {listed(outcome.strength.split(', '))}{beside}"
     state, _, why = outcome.run.document["status"].partition(": ")
     ended = {"failed": "failed", "interrupted": "was interrupted"}.get(state, "is still going, or was killed,")
     reason = f" ({short(why.partition('. ')[0], 120).rstrip('.')})" if why else ""

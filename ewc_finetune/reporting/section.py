@@ -93,7 +93,7 @@ def section_of(outcome: Outcome, group: Group) -> Section:
     frontier = _trials(outcome)
     return Section(
         outcome=outcome,
-        title=f"lambda {outcome.strength}" if outcome.held else "without a penalty",
+        title=_title(outcome),
         sentence=sentence(outcome, plain, measure),
         key_figures=_key_figures(outcome, group),
         domains=_domains(outcome, plain, measure),
@@ -139,11 +139,17 @@ def _key_figures(outcome: Outcome, group: Group) -> list[KeyFigure]:
             note = f"learned: {change}" if change else ""
             value, _, unit = measure.change(beside, kept).partition(" ")
             figures.append(KeyFigure("Kept, against plain fine-tuning", value, note, unit=unit))
-    if outcome.held:
+    if any(outcome.strengths):
         searched = "found by search" if outcome.options.get("lambda") == "auto" else ""
         note = searched or (f"{len(outcome.anchors)} anchors" if len(outcome.anchors) > 1 else outcome.kind)
         figures.append(KeyFigure("Lambda", outcome.strength, note))
     return figures + _effort(outcome)
+
+
+def _title(outcome: Outcome) -> str:
+    strength = f"lambda {outcome.strength}" if any(outcome.strengths) else ""
+    rehearsed = "rehearsed" if outcome.rehearsed else ""
+    return ", ".join(filter(None, (strength, rehearsed))) or "without a penalty"
 
 
 def _effort(outcome: Outcome) -> list[KeyFigure]:

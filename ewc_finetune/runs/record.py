@@ -207,6 +207,7 @@ _FOUND: dict[str, tuple[Check, str]] = {
     ),
     "data": (has(spec=is_text, size=_is_number), "an object with a spec"),
     "eval": (_is_objects, "a list of objects"),
+    "rehearsed": (_is_objects, "a list of objects"),
     "parameters": (_is_number, "a number"),
     "lambda_search": (has(trials=list_of(_is_trial)), "a search with its trials"),
 }

@@ -143,6 +143,21 @@ def test_a_plain_run_has_no_importance_to_speak_of(tmp_path, anchors):
     assert "output moved most, by 20.8%" in page.text
 
 
+def test_a_run_that_rehearses_is_held_at_any_lambda(tmp_path):
+    write_run(tmp_path / "all/plain.run", anchors=[], after=[score("mnist", 0.5), score("fmnist", 0.9)])
+    found, options = {"rehearsed": [{"data": "mnist", "samples": 48}]}, {"rehearse": ["probes"]}
+    for name, strength, kept in (("alone", 0.0, 0.93), ("both", 10.0, 0.95)):
+        after = [score("mnist", kept), score("fmnist", 0.88)]
+        held = [anchor(strength=strength)]
+        write_run(tmp_path / f"all/{name}.run", anchors=held, after=after, found=found, options=options)
+    page = page_of(tmp_path / "all")
+    assert "Of 2 held runs, diagonal Fisher + rehearsal at lambda 10 has the best mean of old and new" in page.text
+    assert "plain fine-tuning: 50.0%" in page.text
+    assert {"diagonal Fisher + rehearsal", "rehearsal", "none", "probes"} <= set(page.pieces)
+    assert page_of(tmp_path / "all/alone.run").text.count("Held by rehearsal: accuracy went from 97.6% to 93.0%")
+    assert "Held at lambda 10, with rehearsal: " in page_of(tmp_path / "all/both.run").text
+
+
 def test_a_run_at_lambda_0_is_plain_and_one_on_other_data_is_not_compared(tmp_path):
     write_run(tmp_path / "all/held.run")
     write_run(
