@@ -76,10 +76,19 @@ def _type(one: Field[Any], known: Option) -> Any:
     if known.path is not None:
         return click.Path(dir_okay=known.path != "file", file_okay=known.path != "folder")
     if known.choices:
-        return click.Choice(list(known.choices))
+        return (_Numbered if known.wider else click.Choice)(list(known.choices))
     if known.least is not None:
         return click.IntRange(known.least, known.most)
     return _NUMBERS.get(str(one.type).partition(" ")[0], click.STRING)
+
+
+class _Numbered(click.Choice[str]):
+    """One of some words, or one with a number behind a colon: `cuda:1`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return a word that is checked where it is used, if it may be numbered."""
+        word, colon, number = str(value).partition(":")
+        return value if word in self.choices and colon and number.isdecimal() else super().convert(value, param, ctx)
 
 
 class _Reading(click.ParamType[Any]):

@@ -55,7 +55,7 @@ class GradientPlan:
         forms: Whether functions may take their cheaper forms on the way.
         layers: Weights among the ruled ones whose Kronecker-factored block can be had.
         mutates: Whether the model changes its own inputs in place, and needs a fresh copy each time.
-        repeated: Embeddings that the model looks up once for all samples; see `Capture`.
+        repeated: Embeddings that the model looks up once for all samples; see `CallRecorder`.
     """
 
     ruled: tuple[str, ...]

@@ -26,7 +26,7 @@ _KINDS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv
 _SPLITS = {"train": ("train",), "test": ("test", "validation")}
 
 
-@dataclass
+@dataclass(eq=False)
 class ImageColumn(Dataset[Any]):
     """Images of a column: uint8 tensors of shape `(channels, height, width)`, with labels if any."""
 

@@ -19,7 +19,7 @@ from ewc_finetune.errors import DataError, UsageError
 from ewc_finetune.specs.query import Address
 
 
-@dataclass
+@dataclass(eq=False)
 class ImageFiles(Dataset[Any]):
     """Image files, decoded when asked for: uint8 tensors of shape `(channels, height, width)`, with labels if any.
 

@@ -98,7 +98,7 @@ def _of_texts(domain: Domain, samples: Texts | TextStream | Generated, task: Mod
     )
 
 
-@dataclass
+@dataclass(eq=False)
 class _Ids(torch.utils.data.Dataset[list[int]]):
     """Token ids, a list to a sample."""
 

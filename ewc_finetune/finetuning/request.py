@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.data.domain import Domain
@@ -35,7 +38,7 @@ def asked_then(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 def command_of(options: FinetuneOptions) -> str | None:
     """Return the command line that a run is repeated by; None where it was given what no command line can say."""
-    given = (options.model, options.data, options.anchors, options.rehearse, options.eval_on, options.select_on)
+    given = [getattr(options, one.name) for one, known in declared(options) if known.recorded]
     return to_command(asked(options), asked(FinetuneOptions(None, None))) if all(map(_is_told, given)) else None
 
 
@@ -43,25 +46,24 @@ def _is_told(value: Any) -> bool:
     """Whether a value is one that a command line can say."""
     if isinstance(value, (list, tuple)):
         return all(map(_is_told, value))
-    return value is None or isinstance(value, (str, int, float, Path))
+    return value is None or isinstance(value, (str, numbers.Real, Path, HubAddress, torch.device))
 
 
 def listed(value: Any) -> list[Any]:
     """Return what may be given singly as a list, with addresses as texts."""
-    values = [value] if isinstance(value, (Anchor, HubAddress, str, Path, int, float)) else list(value)
+    values = [value] if isinstance(value, (Anchor, HubAddress, str, Path, numbers.Real)) else list(value)
     return [str(item) if isinstance(item, HubAddress) else item for item in values]
 
 
 def _plain(value: Any) -> Any:
     """Return a value as JSON has it; of what is no text or number, what to call it."""
-    if value is None or isinstance(value, (str, int, float, Path)):
-        return str(value) if isinstance(value, Path) else value
-    if isinstance(value, Anchor):
-        return value.label
-    if isinstance(value, Domain):
-        return value.name
-    if isinstance(value, Mapping):
-        return [_plain(item) for item in value.values()]
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return f"a {type(value).__name__}"
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, numbers.Real):  # of numpy
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    if isinstance(value, (Path, torch.device)):
+        return str(value)
+    if isinstance(value, (Mapping, list, tuple)):
+        return [_plain(item) for item in (value.values() if isinstance(value, Mapping) else value)]
+    told = {Anchor: "label", Domain: "name"}.get(type(value))
+    return f"a {type(value).__name__}" if told is None else getattr(value, told)

@@ -103,7 +103,7 @@ def sum_quadratics(
     empty = {id(term.anchor) for term in unread if term.anchor.fisher or term.anchor.blocks}
     total = Quadratic({}, {}, {})
     for name in dict.fromkeys(name for term in terms for name in term.anchor.fisher):
-        empty -= _add_diagonals(total, terms, name, rows_grow=name in growing)
+        empty -= _add_diagonals(total, terms, name, empty, rows_grow=name in growing)
     for term in terms:
         for block in term.anchor.blocks.values():
             if block.trace:
@@ -130,8 +130,10 @@ class _Term:
     lam: float
 
 
-def _add_diagonals(total: Quadratic, terms: Sequence[_Term], name: str, *, rows_grow: bool) -> set[int]:
-    """Put the sum of one parameter's diagonals into the total; return the ids of the anchors that are not zero there.
+def _add_diagonals(
+    total: Quadratic, terms: Sequence[_Term], name: str, empty: Collection[int], *, rows_grow: bool
+) -> set[int]:
+    """Put the sum of one parameter's diagonals into the total; return which `empty` ones are not zero there.
 
     Raises:
         NonFiniteError: if a lambda times a Fisher is beyond the numbers.
@@ -148,7 +150,7 @@ def _add_diagonals(total: Quadratic, terms: Sequence[_Term], name: str, *, rows_
     nonzero = set()
     for term in holding:
         weighted = term.anchor.fisher[name].double() * term.lam
-        if weighted.any():
+        if id(term.anchor) in empty and weighted.any():
             nonzero.add(id(term.anchor))
         rows = slice(len(weighted)) if rows_grow else ...
         curvature[rows] += weighted

@@ -97,6 +97,7 @@ def say_idle(options: Any, idle: tuple[Idle, ...], facts: Mapping[str, Any], pro
     for row in idle:
         value, default = known[row.option], defaults[row.option]
         given = value is not None if default is None else value != default
-        if given and value not in ([], ()) and row.when(known):
+        nothing = isinstance(value, (list, tuple)) and not value
+        if given and not nothing and row.when(known):
             name = f"no-{spoken(options, row.option)}" if default is True else spoken(options, row.option)
             progress.note(f"--{name} does nothing: {row.why.format_map(known)}")

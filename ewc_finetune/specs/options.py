@@ -10,8 +10,9 @@ import functools
 import inspect
 import math
 import numbers
+import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -19,6 +20,9 @@ from ewc_finetune.choices import check_choice
 from ewc_finetune.errors import UsageError, suggest
 
 _KEY = "option"
+# Where a documentation says what arguments a function takes: in the place of what it says of its options, else at the
+# end, but before what it raises.
+_PLACE = re.compile(r"(Args:\n    options: .*?\n\n|(?=Raises:|\Z))", re.DOTALL)
 P = ParamSpec("P")
 OptionsT = TypeVar("OptionsT")
 Result = TypeVar("Result")
@@ -154,22 +158,43 @@ def takes(options: Callable[P, OptionsT]) -> Callable[[Callable[[OptionsT], Resu
         @functools.wraps(function)
         def called(*arguments: P.args, **keywords: P.kwargs) -> Result:
             check_keywords(called, keywords)
-            return function(options(*arguments, **keywords))
+            try:
+                shown.bind(*arguments, **keywords)
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}() is called wrongly: {error}") from None
+            given: Any = {name: _plain(value) for name, value in keywords.items()}
+            if given.get("progress", given) is None:
+                del given["progress"]  # None stands for what is so unless it is given
+            return function(options(*arguments, **given))
 
-        called.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\nOptions:\n{_listed(options)}"
         shown = inspect.signature(options).replace(return_annotation=inspect.signature(function).return_annotation)
+        before, _, after = _PLACE.split(inspect.cleandoc(function.__doc__ or ""), maxsplit=1)
+        called.__doc__ = f"{before.rstrip()}\n\nArgs:\n{_listed(options, shown.parameters)}\n\n{after}"
+        called.__annotations__ = {name: one.annotation for name, one in shown.parameters.items()}
         setattr(called, "__signature__", shown)  # noqa: B010 - mypy knows no such attribute
         return called
 
     return taking
 
 
-def _listed(options: Any) -> str:
-    """Return the help of each option, in paragraphs indented as docstrings are."""
+def _plain(value: Any) -> Any:
+    """Return a number of numpy as one of Python, which JSON has; anything else as it is."""
+    if isinstance(value, numbers.Real) and type(value).__module__ == "numpy":
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    return value
+
+
+def _listed(options: Any, names: Iterable[str]) -> str:
+    """Return what there is to know of each option, in paragraphs indented as docstrings are."""
+    told = {one.name: known.help for one, known in declared(options)}
+    for part in reversed(options.__mro__):
+        _, _, attributes = inspect.cleandoc(part.__doc__ or "").partition("\nAttributes:\n")
+        found = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", attributes, re.MULTILINE)
+        told |= {name: " ".join(text.split()) for name, text in found}
     return "\n".join(
-        textwrap.fill(f"{one.name}: {known.help}", 116, initial_indent=" " * 4, subsequent_indent=" " * 8)
-        for one, known in declared(options)
-        if known.help is not None
+        textwrap.fill(f"{name}: {told[name]}", 116, initial_indent=" " * 4, subsequent_indent=" " * 8)
+        for name in names
+        if told.get(name)
     )
 
 

@@ -32,7 +32,7 @@ from ewc_finetune.storage.workspace import recover
 from ewc_finetune.sweeps.folder import SweepFolder, check_sweep_folder
 from ewc_finetune.sweeps.grid import Point, Stack, as_stacks, check_grid, grid
 from ewc_finetune.sweeps.options import SweepOptions
-from ewc_finetune.sweeps.workers import Job
+from ewc_finetune.sweeps.workers import Job, arguments_of
 
 # Options in which the runs of a sweep differ.
 _VARIED = names_of(FinetuneOptions, lambda known: known.varied)
@@ -87,6 +87,9 @@ def plan(options: SweepOptions) -> SweepPlan:
     options = replace(options, model=pinned_model(options.model, progress))
     stacks = as_stacks(options.anchors, progress)
     points = grid(stacks, options.lambdas, options.penalty_forms, options.seeds, options.plain)
+    if options.jobs > 1:
+        for point in points:
+            arguments_of(options.of_run(**point.options))  # refuses what no command line can say
     check_sweep_folder(path)
     recover(path.parent, progress.note)
     recover(path, progress.note)

@@ -65,7 +65,7 @@ def run_jobs(
         UsageError: if no command line can say the model, the data or the anchors of one that is to run by itself.
     """
     if at_once > 1 and len(jobs) > 1:
-        yield from _in_processes([(job.name, _command(job.options)) for job in jobs], at_once, started)
+        yield from _in_processes([(job.name, arguments_of(job.options)) for job in jobs], at_once, started)
         return
     for job in jobs:
         try:
@@ -76,7 +76,7 @@ def run_jobs(
             yield job.name, None
 
 
-def _command(options: FinetuneOptions) -> list[str]:
+def arguments_of(options: FinetuneOptions) -> list[str]:
     """Return the arguments of `ewc-ft` that make a fine-tune.
 
     Raises:

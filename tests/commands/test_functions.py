@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import json
 
+import numpy as np
 import pytest
 import torch
 from support.domains import NEW, OLD, blobs
@@ -629,6 +630,45 @@ def test_functions_say_which_options_they_take():
             function("m.pt", "digits", lamda=1) if "data" in parameters else function("a", lamda=1)
     with pytest.raises(TypeError, match="Did you mean 'lambdas'"):
         ewc.dry_run(ewc.finetune, "mlp", "digits", lambda_=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("m.pt",), r"consolidate\(\) is called wrongly: missing a required argument: 'data'"),
+        (("m.pt", "digits", 3), r"consolidate\(\) is called wrongly: too many positional arguments"),
+    ],
+)
+def test_a_wrong_call_names_the_function(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        ewc.consolidate(*arguments)
+
+
+def test_what_help_says_of_a_function():
+    for function in (ewc.finetune, ewc.consolidate, ewc.evaluate, ewc.merge, ewc.sweep, ewc.push, ewc.compute_fisher):
+        names = inspect.signature(function).parameters.keys()
+        assert function.__annotations__.keys() == names
+        text = function.__doc__
+        assert text.count("Args:\n") == 1
+        assert "    options: " not in text
+        missing = {name for name in names if f"\n    {name}: " not in text}
+        assert not missing, function.__name__
+
+
+def test_no_progress_is_none(model):
+    anchor = ewc.consolidate(model, OLD, progress=None)
+    done = ewc.finetune(model, NEW, anchors=anchor, epochs=1, eval_on=[OLD], progress=None)
+    assert done.steps
+    assert ewc.evaluate(model, OLD, progress=None)
+    assert ewc.merge([anchor, anchor], progress=None)
+
+
+def test_numbers_of_numpy_are_recorded_as_numbers(model, anchor, tmp_path):
+    options = {"batch_size": np.int64(20), "lr": np.float32(0.5), "lambdas": np.float64(3.0), "epochs": 1}
+    files = {"anchors": anchor.save(tmp_path / "a.safetensors").path, "output": tmp_path / "m.pt"}
+    ewc.finetune(model, NEW, eval_on=[], architecture="x:Y", device=torch.device("cpu"), **files, **options)
+    said = json.loads((tmp_path / "m.run" / "run.json").read_text())["options"]
+    assert (said["batch-size"], said["lr"], said["lambda"], said["device"]) == (20, 0.5, [3.0], "cpu")
 
 
 @pytest.mark.parametrize(
