@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ewc_finetune.commands.evaluate import evaluate as evaluate
     from ewc_finetune.commands.finetune import finetune as finetune
     from ewc_finetune.commands.inspect import inspect as inspect
+    from ewc_finetune.commands.mend import mend as mend
     from ewc_finetune.commands.merge import merge as merge
     from ewc_finetune.commands.pull import Pulled as Pulled
     from ewc_finetune.commands.pull import pull as pull
@@ -83,6 +84,7 @@ _HOMES = {
     "finetune": "commands.finetune",
     "inspect": "commands.inspect",
     "measure": "evaluation.probe",
+    "mend": "commands.mend",
     "merge": "commands.merge",
     "pull": "commands.pull",
     "push": "commands.push",

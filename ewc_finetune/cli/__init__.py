@@ -11,6 +11,7 @@ from ewc_finetune.cli.consolidate import consolidate
 from ewc_finetune.cli.evaluate import evaluate
 from ewc_finetune.cli.finetune import finetune
 from ewc_finetune.cli.inspect import inspect
+from ewc_finetune.cli.mend import mend
 from ewc_finetune.cli.merge import merge
 from ewc_finetune.cli.pull import pull
 from ewc_finetune.cli.push import push
@@ -35,6 +36,7 @@ def main() -> None:
     ewc-ft evaluate model-fmnist.pt --data mnist --data fmnist
     ewc-ft sweep --anchors model.anchor.safetensors --data fmnist --lambda 1..10000:5 --eval mnist --eval fmnist
     ewc-ft merge a.safetensors b.safetensors --output both.safetensors
+    ewc-ft mend model-fmnist.pt --anchors model.anchor.safetensors --data fmnist
     ewc-ft inspect both.safetensors
     ewc-ft report model-fmnist.run                    what came of it, on one page
     ewc-ft push both.safetensors ORG/NAME             and others take --anchors hf://ORG/NAME
@@ -52,6 +54,7 @@ main.add_command(consolidate)
 main.add_command(finetune)
 main.add_command(evaluate)
 main.add_command(merge)
+main.add_command(mend)
 main.add_command(inspect)
 main.add_command(completion)
 main.add_command(report)

@@ -166,6 +166,7 @@ def _summed(todo: MergePlan) -> tuple[Quadratic, dict[str, float], Storage | Non
         quadratic,
         alike,
         lambda blocks: sum_of(blocks, options.kfac_sum).stored(options.kfac_rank, options.kfac_dtype),
+        options.progress,
     )
     check_sums(quadratic)
     if any(off >= _NOTED for off in distances.values()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +11,19 @@ from torch import Tensor
 Map = Callable[[Tensor], Tensor]
 
 
-def solve(times: Map, right: Tensor, inverse: Map, tolerance: float, iterations: int) -> Tensor:
+class Solution(NamedTuple):
+    """What was found.
+
+    Attributes:
+        value: X.
+        left: What is left of the right side, as a part of it, by the norm of `inverse`.
+    """
+
+    value: Tensor
+    left: float
+
+
+def solve(times: Map, right: Tensor, inverse: Map, tolerance: float, iterations: int) -> Solution:
     """Solve `times(X) = right` (Hestenes and Stiefel 1952, "Methods of conjugate gradients").
 
     Args:
@@ -19,14 +32,11 @@ def solve(times: Map, right: Tensor, inverse: Map, tolerance: float, iterations:
         inverse: Something near its inverse, without negative eigenvalues either; X has only what this gives.
         tolerance: Stop when what is left of `right` is so much of it, by the norm of `inverse`.
         iterations: Stop after so many at the latest.
-
-    Returns:
-        X, shaped as `right`.
     """
     solution, residual = torch.zeros_like(right), right
     direction = inverse(residual)
-    slope = (residual * direction).sum()
-    least = slope * tolerance**2
+    slope = whole = (residual * direction).sum()
+    least = whole * tolerance**2
     for _ in range(iterations):
         if slope <= least:
             break
@@ -39,4 +49,4 @@ def solve(times: Map, right: Tensor, inverse: Map, tolerance: float, iterations:
         towards = inverse(residual)
         before, slope = slope, (residual * towards).sum()
         direction = towards + direction * (slope / before)
-    return solution
+    return Solution(solution, (slope.clamp(min=0) / whole).sqrt().item() if whole > 0 else 0.0)

@@ -138,7 +138,7 @@ class HeldLayer:
             lambda matrix: near.spectral(matrix, lambda value: 1 / (least + value)),
             _TOLERANCE,
             _ITERATIONS,
-        )
+        ).value
 
     def _differences(self) -> list[Tensor]:
         bias = None if self._bias is None else self._bias.detach()

@@ -21,8 +21,10 @@ from ewc_finetune.penalty.conjugate_gradients import solve
 
 # Of least squares in turn: how often, and by how much they still go where they stop.
 _TURNS, _STILL = 200, 1e-6
-# Of the centre: what is left of the pull, and after how many steps at the latest.
-_TOLERANCE, _ITERATIONS = 1e-6, 1000
+# The centre is where so little is left of the pull,
+TOLERANCE = 1e-6
+# or where that many steps have led.
+ITERATIONS = 1000
 # What eigenvalues of a factor are too small to divide by, relative to the largest: they are known in float32.
 _LEAST = 1e-6
 
@@ -154,7 +156,7 @@ def _product(one: Factor, other: Factor) -> float:
     return (left * right).sum().item()
 
 
-def centre_of(parts: Sequence[tuple[Block, Tensor]]) -> tuple[Tensor, float]:
+def centre_of(parts: Sequence[tuple[Block, Tensor]]) -> tuple[Tensor, float, float]:
     """Find where `1/2 sum_k <D_k, G_k D_k A_k>` is least, with `D_k = X - centre_k`, and what it is there.
 
     By conjugate gradients from the newest centre (as Tam et al. 2023, "Merging by matching models in task parameter
@@ -165,7 +167,8 @@ def centre_of(parts: Sequence[tuple[Block, Tensor]]) -> tuple[Tensor, float]:
         parts: Blocks of one layer with their centres, oldest first; the ones with fewer rows know the first ones.
 
     Returns:
-        X in float64, as many rows as the largest centre has, and the constant.
+        X in float64, as many rows as the largest centre has; the constant; and what is left of the pull at X, as a part
+        of that at the newest centre.
     """
     rows = max(len(centre) for _, centre in parts)
     base = next(centre for _, centre in reversed(parts) if len(centre) == rows).double()
@@ -174,7 +177,7 @@ def centre_of(parts: Sequence[tuple[Block, Tensor]]) -> tuple[Tensor, float]:
     pull = torch.zeros_like(base)
     for block, own in held:
         pull[: len(own)] += block.times(own)
-    offset = torch.zeros_like(base)
+    offset, left = torch.zeros_like(base), 0.0
     blocks = [block for block, _ in held]
     if pull.any():
         near = stand_in(blocks)
@@ -183,9 +186,9 @@ def centre_of(parts: Sequence[tuple[Block, Tensor]]) -> tuple[Tensor, float]:
         def inverse(matrix: Tensor) -> Tensor:
             return near.spectral(matrix, lambda value: torch.where(value > 0, 1 / value, 0.0))
 
-        offset = solve(lambda matrix: times_sum(blocks, matrix), pull, inverse, _TOLERANCE, _ITERATIONS)
+        offset, left = solve(lambda matrix: times_sum(blocks, matrix), pull, inverse, TOLERANCE, ITERATIONS)
     constant = 0.0
     for block, own in held:
         away = offset[: len(own)] - own
         constant += 0.5 * (away * block.times(away)).sum().item()
-    return base + offset, max(0.0, constant)
+    return base + offset, max(0.0, constant), left

@@ -23,14 +23,17 @@ from ewc_finetune.curvature.importance import importance_by_layer
 from ewc_finetune.curvature.kronecker_block import Block
 from ewc_finetune.errors import AnchorMismatchError, NonFiniteError
 from ewc_finetune.modules.precision import wide
-from ewc_finetune.penalty.kronecker_sum import centre_of, distance
+from ewc_finetune.penalty.kronecker_sum import ITERATIONS, TOLERANCE, centre_of, distance
 from ewc_finetune.penalty.quadratic import Quadratic, newest_whole, scaled
 from ewc_finetune.progress import Progress
 from ewc_finetune.storage.lazy_tensors import shapes_of
 
 
 def sum_blocks(
-    quadratic: Quadratic, anchors: Sequence[Anchor], sum_of_blocks: Callable[[Sequence[Block]], Block]
+    quadratic: Quadratic,
+    anchors: Sequence[Anchor],
+    sum_of_blocks: Callable[[Sequence[Block]], Block],
+    progress: Progress,
 ) -> tuple[Quadratic, dict[str, float]]:
     """Bring the blocks of each layer together into one, with the centre of all of them; and say how far each is off."""
     distances = {}
@@ -48,7 +51,12 @@ def sum_blocks(
                 f"{', '.join(twice)} is held by a K-FAC block in one anchor and by a diagonal in another, and no one "
                 "anchor can hold it as both do. Stack them in finetune instead"
             )
-        centre, constant = centre_of(parts)
+        centre, constant, left = centre_of(parts)
+        if left > TOLERANCE:
+            progress.note(
+                f"the centre of {block.layer} is not quite found: {left:.0e} of the pull is left after {ITERATIONS:,} "
+                "steps, for its anchors hold some directions hardly at all"
+            )
         shape = _newest(anchors, weight).shape
         for name, part in zip(block.names, block.split(centre.to(parts[-1][1].dtype), shape), strict=False):
             if part is not None and name not in merged.centre:

@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.domains import blobs
 from support.kronecker import dense, make_anchor, psd, whole
-from support.models import trained
+from support.models import Small, trained
+from support.notes import Notes
 from torch import nn
 
 import ewc_finetune as ewc
@@ -86,7 +88,7 @@ def test_the_centre_is_the_least_squares_solution_nearest_to_the_newest(blocks, 
     free = torch.eye(shape[1], dtype=torch.float64)
     free[0, 0] = 0
     blocks = [replace(b, input=DenseFactor(free @ b.input.matrix() @ free)) for b in blocks]
-    found, constant = centre_of(list(zip(blocks, centres, strict=True)))
+    found, constant, left = centre_of(list(zip(blocks, centres, strict=True)))
     total = sum(whole(b) for b in blocks)
     right = sum(whole(b) @ (c - centres[-1]).flatten() for b, c in zip(blocks, centres, strict=True))
 
@@ -96,6 +98,7 @@ def test_the_centre_is_the_least_squares_solution_nearest_to_the_newest(blocks, 
     exact = centres[-1] + (torch.linalg.pinv(total, hermitian=True) @ right).view(shape)
     assert height(found).item() == pytest.approx(height(exact).item(), rel=1e-4, abs=1e-9)
     assert constant == pytest.approx(height(found).item(), rel=1e-9, abs=1e-12)
+    assert left < 1e-2
     torch.testing.assert_close(found[:, 0], centres[-1][:, 0])
 
 
@@ -109,7 +112,7 @@ def test_what_is_rounding_does_not_move_the_centre(outputs):
         g = (torch.diag(p.mean(0)) - p.T @ p / len(p)).float()
         block = Block("w", None, False, DenseFactor(psd(6, len(parts)).values.float()), DenseFactor(g))
         parts.append((block, torch.randn(outputs, 6, generator=generator)))
-    found, _ = centre_of(parts)
+    found, *_ = centre_of(parts)
     torch.testing.assert_close(found.sum(0), parts[-1][1].sum(0).double(), rtol=0, atol=1e-3)
 
 
@@ -126,7 +129,7 @@ def test_the_centre_of_blocks_that_are_badly_conditioned(condition):
 
     blocks = [Block("w", None, False, factor(12), factor(8)) for _ in range(3)]
     centres = [torch.randn(8, 12, dtype=torch.float64, generator=generator) for _ in blocks]
-    _, constant = centre_of(list(zip(blocks, centres, strict=True)))
+    _, constant, _ = centre_of(list(zip(blocks, centres, strict=True)))
     total = sum(whole(b) for b in blocks)
     right = sum(whole(b) @ c.flatten() for b, c in zip(blocks, centres, strict=True))
     exact = torch.linalg.solve(total, right).view(8, 12)
@@ -296,3 +299,19 @@ def test_what_cannot_be_merged():
             ewc.merge([blocks], kfac_rank=rank)
     with pytest.raises(UsageError, match="no anchor has K-FAC blocks, which kfac sum"):
         ewc.merge([diagonal], kfac_rank=3)
+
+
+def test_a_centre_that_is_not_quite_found_is_said(tmp_path, monkeypatch):
+    files = [
+        ewc.consolidate(trained(Small(), torch.float32, n), blobs(seed=n), curvature="kfac", kfac_rank="full").save(
+            tmp_path / f"{n}.safetensors"
+        )
+        for n in range(2)
+    ]
+    notes = Notes()
+    ewc.merge(files, progress=notes)
+    assert not notes.about("not quite found")
+    monkeypatch.setattr("ewc_finetune.penalty.kronecker_sum.ITERATIONS", 1)
+    ewc.merge(files, progress=notes)
+    (first, *_) = notes.about("the centre of first is not quite found: ")
+    assert "of the pull is left after" in first

@@ -1,0 +1,50 @@
+"""`ewc-ft mend`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ewc_finetune.cli.command import Command
+from ewc_finetune.cli.declared import options_from
+from ewc_finetune.cli.options import printing_options
+from ewc_finetune.commands.mend_options import MendOptions
+
+if TYPE_CHECKING:
+    from ewc_finetune.cli.printer import Printer
+
+
+@click.command(cls=Command)
+@click.argument("model", type=click.Path())
+@options_from(MendOptions)
+@printing_options
+def mend(model: str, data: str, output: str | None, printer: Printer, **options: Any) -> None:
+    """Bring back what MODEL has forgotten since it was fine-tuned on DATA, without training.
+
+    The anchors of the old domains and one of the new pull together; where they pull least lie the mended weights, at
+    each ratio of their strengths others. Each is measured, with plain means of the old and new weights beside them.
+    """
+    from ewc_finetune.commands.mend import default_output
+    from ewc_finetune.commands.mend import mend as run
+
+    done = run(model, data, output=output or default_output(model), progress=printer, **options)
+    domains = [scored.domain for scored in done.points[0].scores]
+    probes = [f"probe of {kept.data}" for kept in done.points[0].retention]
+    printer.table(
+        ["old to new", *domains, *probes, ""],
+        [
+            [
+                point.name,
+                *(
+                    f"{scored.loss:.4f}" if scored.accuracy is None else f"{scored.accuracy:.4f}"
+                    for scored in point.scores
+                ),
+                *("-" if kept.unchanged is None else f"{kept.unchanged:.1%}" for kept in point.retention),
+                "taken" if n == done.chosen else "",
+            ]
+            for n, point in enumerate(done.points)
+        ],
+    )
+    printer.note(f"{done.output}: {done.points[done.chosen].name}, {done.why}")
+    printer.result(done.to_json())

@@ -1,0 +1,99 @@
+"""The options of `mend`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ewc_finetune.errors import UsageError
+from ewc_finetune.specs.command_options import Computing, Told
+from ewc_finetune.specs.options import is_number, option
+from ewc_finetune.specs.ranges import read_lambdas
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ewc_finetune.anchor.anchor import Anchor
+
+RATIOS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+@dataclass(frozen=True)
+class Mending:
+    """What is mended, and how; see `MendOptions`."""
+
+    model: str | Path | nn.Module = option()
+    data: Any = option(
+        help="The domain that MODEL was fine-tuned on; its training data says what to keep of it, its test split what "
+        "was kept.",
+        required=True,
+        once=True,
+        metavar="DATA",
+    )
+    _: KW_ONLY
+    anchors: Anchor | str | Path | Sequence[Anchor | str | Path] = option(
+        (), "An anchor of what was forgotten; repeatable, oldest first.", required=True, many=True, path="file"
+    )
+    anchor_of_new: Anchor | str | Path | None = option(
+        None, "The anchor of MODEL on DATA.", path="file", unless="made now"
+    )
+    samples: int | None = option(
+        None, "Of DATA, for that anchor: a random subset of so many.", least=1, metavar="N", unless="all"
+    )
+    ratios: Sequence[float] = option(
+        RATIOS,
+        "What the old anchors weigh beside the new one, to try: a number, several (0.1,1,10), or LOW..HIGH:N; "
+        "repeatable.",
+        name="ratio",
+        read=read_lambdas,
+        many=True,
+        metavar="X",
+        unless="0.03,0.1,0.3,1,3,10",
+    )
+    retain: float | None = option(
+        None, "Take the smallest ratio that keeps this share of the answers to the old anchors' probes.", metavar="X",
+        unless="the knee",
+    )  # fmt: skip
+    eval_on: Sequence[Any] | Mapping[str, Any] | None = option(
+        None,
+        "A domain to score at each ratio, old ones too; repeatable.",
+        name="eval",
+        read=str,
+        many=True,
+        metavar="DATA",
+        unless="that of --data",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MendOptions(Computing, Mending, Told):
+    """What `mend` is asked for; where to compute is said in `Computing`.
+
+    Each option has its help where it is declared; `Attributes` says what there is to know beside that.
+
+    Attributes:
+        model: The model that has forgotten: a module (which is left mended), a checkpoint file or model folder.
+        anchors: Anchors of the old domains, or their files, oldest first. Their probes, if they have any, measure what
+            is kept.
+        anchor_of_new: If it is made now, it has the curvature of the newest old anchor's kind.
+        ratios: One alone is taken as it is.
+    """
+
+    batch_size: int = option(500, "Samples at once.", least=1)
+    plot: str | Path | None = option(None, "Draw what each keeps and has learned: a .png, .pdf or .svg.", path="file")
+    output: str | Path | None = option(
+        None, "The mended model, in the format of MODEL.", short="o", path="any", unless="named for MODEL"
+    )
+    overwrite: bool = option(False, "Replace the output and the plot if they exist.", filed=False)
+
+    def check(self) -> None:
+        """Check what no declaration says; raises UsageError naming the option, its value and what is expected."""
+        for ratio in self.ratios:
+            if not is_number(ratio) or ratio <= 0:
+                raise UsageError(f"ratio is {ratio}; expected a finite number, more than 0")
+        if not self.ratios:
+            raise UsageError("there is no ratio to try")
+        if self.retain is not None and (not is_number(self.retain) or not 0 < self.retain <= 1):
+            raise UsageError(f"retain is {self.retain}; expected a share of answers, more than 0 and up to 1")

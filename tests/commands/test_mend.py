@@ -1,0 +1,127 @@
+"""Mending: what was forgotten comes back between the anchors, and is measured."""
+
+import copy
+import json
+
+import pytest
+import torch
+from support.domains import OLD, blobs
+from support.models import Small
+from support.notes import Notes
+from torch.utils.data import TensorDataset
+
+import ewc_finetune as ewc
+from ewc_finetune.errors import RetentionError, StorageError, UsageError
+from ewc_finetune.penalty.quadratic import sum_quadratics
+
+_INPUTS, _LABELS = blobs(shift=8.0, seed=1).tensors
+NEW = TensorDataset(_INPUTS, (_LABELS + 1) % 3)
+
+
+class Loud(Small):
+    """Without dropout, so that it trains well."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = torch.nn.Identity()
+
+
+@pytest.fixture(scope="module")
+def start():
+    torch.manual_seed(0)
+    net = Loud()
+    ewc.finetune(net, OLD, epochs=20, lr=1e-2, batch_size=20, eval_on=[], norm_stats="update")
+    return net
+
+
+@pytest.fixture(scope="module", params=["diagonal", "kfac"])
+def old(request, start, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param) / "old.safetensors"
+    return ewc.consolidate(start, OLD, curvature=request.param, probe=80, name="old", output=path).path
+
+
+@pytest.fixture(scope="module")
+def forgot(start):
+    net = copy.deepcopy(start)
+    ewc.finetune(net, NEW, epochs=20, lr=1e-2, batch_size=20, eval_on=[])
+    return net
+
+
+def mend(forgot, old, **options):
+    options = {"eval_on": {"new": NEW, "old": OLD}, **options}
+    return ewc.mend(copy.deepcopy(forgot), NEW, anchors=old, **options)
+
+
+def accuracy(model, data):
+    return ewc.evaluate(model, data)[0].accuracy
+
+
+def test_what_was_forgotten_comes_back(forgot, start, old):
+    done = mend(forgot, old)
+    assert accuracy(forgot, OLD) < accuracy(start, OLD) - 0.2
+    assert accuracy(done.model, OLD) > accuracy(forgot, OLD) + 0.1
+    assert done.kept[done.chosen] + done.learned[done.chosen] > done.kept[-1] + done.learned[-1]
+    names = [point.name for point in done.points]
+    assert names[:2] == ["0.03 to 1", "0.1 to 1"]
+    assert names[-5:] == ["the old weights", "25% of the way", "50% of the way", "75% of the way", "the new weights"]
+    first, last = done.points[-5], done.points[-1]
+    assert [s.accuracy for s in first.scores] == pytest.approx([accuracy(start, NEW), accuracy(start, OLD)])
+    assert [s.accuracy for s in last.scores] == pytest.approx([accuracy(forgot, NEW), accuracy(forgot, OLD)])
+    assert first.retention[0].unchanged == 1
+    assert done.points[done.chosen].ratio is not None
+    assert json.loads(json.dumps(done.to_json()))["chosen"] == done.points[done.chosen].name
+
+
+def test_a_ratio_alone_is_the_centre_of_the_anchors(forgot, old):
+    anchor = ewc.Anchor.open(old)
+    new = ewc.consolidate(forgot, NEW, curvature=anchor.provenance.curvature)
+    done = mend(forgot, old, anchor_of_new=new, ratios=[0.5])
+    assert [point.name for point in done.points] == ["0.5 to 1"]
+    assert done.why == "the only ratio"
+    total = sum_quadratics([anchor, new], [0.5, 1.0])
+    for name, centre in total.centre.items():
+        torch.testing.assert_close(dict(done.model.named_parameters())[name].detach(), centre)
+
+
+def test_the_smallest_ratio_that_retains(forgot, old):
+    done = mend(forgot, old, retain=0.9, ratios=[100.0, 0.001, 1e6])
+    kept = [point.retention[0].unchanged for point in done.points if point.ratio is not None]
+    assert kept[done.chosen] >= 0.9
+    assert all(share < 0.9 for share in kept[: done.chosen])
+    net = copy.deepcopy(forgot)
+    with pytest.raises(RetentionError, match="no ratio keeps 100.0% .* Try larger ones"):
+        ewc.mend(net, NEW, anchors=old, eval_on=[OLD], retain=1.0, ratios=[1e-6, 1e-5])
+    assert all(p.equal(q) for p, q in zip(net.state_dict().values(), forgot.state_dict().values(), strict=True))
+
+
+def test_it_writes_a_checkpoint_with_its_lineage_and_a_figure(forgot, old, tmp_path):
+    options = {"ratios": [0.3, 1.0], "output": tmp_path / "m.pt", "plot": tmp_path / "m.png"}
+    done = mend(forgot, old, **options)
+    assert done.output == tmp_path / "m.pt"
+    assert (tmp_path / "m.png").stat().st_size > 5_000
+    state = torch.load(tmp_path / "m.pt", weights_only=True)
+    weights = state.get("state_dict", state)
+    assert all(weights[name].equal(p) for name, p in done.model.named_parameters())
+    again = ewc.consolidate(tmp_path / "m.pt", OLD, architecture=f"{__name__}:Loud")
+    assert [entry["name"] for entry in again.provenance.lineage] == ["old"]
+    with pytest.raises(StorageError, match="exists"):
+        mend(forgot, old, **options)
+
+
+def test_nothing_to_measure_by(forgot, start, tmp_path):
+    bare = ewc.consolidate(start, OLD)
+    with pytest.raises(UsageError, match="nothing tells what is kept: the old anchors have no probes"):
+        ewc.mend(copy.deepcopy(forgot), NEW, anchors=bare)
+    with pytest.raises(UsageError, match="--retain goes by the probes in the old anchors"):
+        mend(forgot, bare, retain=0.9)
+    with pytest.raises(UsageError, match="there is nothing to mend by"):
+        mend(forgot, ())
+    for wrong in (0.0, -1.0, float("nan")):
+        with pytest.raises(UsageError, match="expected a finite number, more than 0"):
+            mend(forgot, bare, ratios=[wrong])
+
+
+def test_it_says_things_once(forgot, old):
+    notes = Notes()
+    mend(forgot, old, ratios=[0.3, 1.0], progress=notes)
+    assert len(notes.lines) == len(set(notes.lines))
