@@ -55,6 +55,8 @@ def _made(one: Field[Any], known: Option, name: str) -> Callable[[F], F]:
     default = None if one.default is MISSING else one.default
     if isinstance(default, float) and default.is_integer():
         default = int(default)
+    # With a default of None, click 8.5 takes a required option for given.
+    unless: dict[str, Any] = {} if known.required else {"default": None if many else default}
     return click.option(
         *names,
         cls=DeclaredOption,
@@ -63,7 +65,7 @@ def _made(one: Field[Any], known: Option, name: str) -> Callable[[F], F]:
         multiple=many,
         required=known.required,
         callback=_several(default, known.alone) if known.many else _only_one if known.once else None,
-        default=None if many else default,
+        **unless,
         show_default=not many and default is not None and known.unless is None,
         metavar=known.metavar,
         help=told,

@@ -82,7 +82,8 @@ def ready(plan: Plan, strengths: Sequence[float], progress: Progress) -> Iterato
         contextlib.ExitStack() as undoing,
     ):
         job = _matched(plan, strengths, undoing, progress)
-        say(progress, job.start, plan.anchors, strengths, job.penalty, plan.schedule, plan.fresh)
+        held = list(zip(plan.anchors, strengths, strict=True))
+        say(progress, job.start, held, job.penalty, job.rehearsal, plan.schedule, plan.fresh)
         yield job
 
 

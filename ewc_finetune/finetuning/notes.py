@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ewc_finetune.anchor.anchor import Anchor
+from ewc_finetune.anchor.describe import counted
 from ewc_finetune.anchor.provenance import Provenance
 from ewc_finetune.checkpoint.open import LoadedModel
 from ewc_finetune.finetuning.schedule import Schedule
 from ewc_finetune.modules.modes import normalisation_layers
 from ewc_finetune.penalty.penalty import Penalty
 from ewc_finetune.progress import Progress
+from ewc_finetune.rehearsal.rehearsal import Rehearsal
 
 
 def _warn_of_overshooting(progress: Progress, penalty: Penalty | None, schedule: Schedule) -> None:
@@ -41,24 +43,27 @@ def _curvature(origin: Provenance) -> str:
 def say(
     progress: Progress,
     start: LoadedModel,
-    anchors: Sequence[Anchor],
-    strengths: Sequence[float],
+    held: Sequence[tuple[Anchor, float]],
     penalty: Penalty | None,
+    rehearsal: Rehearsal | None,
     schedule: Schedule,
     fresh: bool,
 ) -> None:
-    """Tell the user what the run assumes."""
+    """Tell the user what the run assumes; `held` are the anchors, each with its lambda."""
     progress.note(f"starting from {'fresh weights of ' if fresh else ''}{start.label}")
     for remark in start.remarks:
         progress.note(remark)
-    if not anchors and not fresh:
+    if rehearsal is None and not held and not fresh:
         progress.note("held by no anchor: plain training, in which the old domain may be lost")
-    for anchor, strength in zip(anchors, strengths, strict=True):
+    for anchor, strength in held:
         origin = anchor.provenance
-        progress.note(f"held by {anchor.label}: {origin.name}, {_curvature(origin)}, lambda {strength:g}")
-    if penalty is not None and penalty.free:
+        if strength:
+            progress.note(f"held by {anchor.label}: {origin.name}, {_curvature(origin)}, lambda {strength:g}")
+        else:
+            progress.note(f"not held by {anchor.label}: lambda 0")
+    if penalty is not None and penalty.free and any(strength for _, strength in held):
         progress.note(f"free, since no anchor holds them: {', '.join(penalty.free)}")
     layers = normalisation_layers(start.model)
     if layers:
-        progress.note(f"normalisation statistics of {len(layers)} layers: {schedule.norm_stats}")
+        progress.note(f"normalisation statistics of {counted(len(layers), 'layer')}: {schedule.norm_stats}")
     _warn_of_overshooting(progress, penalty, schedule)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
-from ewc_finetune.reporting.measures import Measure, measure_of
+from ewc_finetune.reporting.measures import Measure, listed, measure_of
 from ewc_finetune.reporting.outcome import Outcome
 from ewc_finetune.reporting.plots import Axis, Chart, Curve, Point, draw_charts, to_svg
 
@@ -22,6 +22,10 @@ _MOST_BESIDE = 4
 # The style of the new domain, and those of the old ones.
 _NEW = "k1"
 _OLD = ("k0", "k2", "k3", "k4", "k5")
+
+
+# Where a line of the log stands on the axis below; None where that is not known.
+Place = Callable[[Mapping[str, Any]], float | None]
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,9 @@ def draw_run(path: Path, history: Lines, title: str) -> None:
     scores = [score for line in history for score in (line.get("scores") or {}).values()]
     domains = dict.fromkeys(domain for line in history for domain in line.get("scores") or {})
     measure = measure_of(scores)
-    curves = _scores(history, {name: style_of(n) for n, name in enumerate(domains)}, measure, "step")
+    curves = _scores(
+        history, {name: style_of(n) for n, name in enumerate(domains)}, measure, lambda line: line.get("step")
+    )
     charts = [_losses(history)]
     if curves:
         charts.append(Chart("", curves, Axis("step (0: before)", whole=True), Axis(measure.unit)))
@@ -80,14 +86,14 @@ def draw_losses(outcome: Outcome) -> Figure | None:
 
 def draw_scores(outcome: Outcome, plain: Outcome | None, measure: Measure) -> Figure | None:
     """Draw the score on every domain, or what its probes say, over the epochs; a plain run's are dashed."""
-    curves = _scores(outcome.run.lines, styles(outcome), measure, "epoch")
+    curves = _scores(outcome.run.lines, styles(outcome), measure, _by_epoch(outcome.run.lines))
     label = measure.unit
     if measure.rising and (unchanged := _unchanged(outcome)):
         curves, label = curves + unchanged, "%"
     beside = []
     if plain is not None and len(styles(outcome)) <= _MOST_BESIDE:
         dashed = {name: f"{style} beside" for name, style in styles(outcome).items()}
-        beside = _scores(plain.run.lines, dashed, measure, "epoch")
+        beside = _scores(plain.run.lines, dashed, measure, _by_epoch(plain.run.lines))
     every = curves + beside
     if not curves or all(len(curve.points) < 2 for curve in every):
         return None
@@ -104,7 +110,12 @@ def _losses(lines: Lines) -> Chart | None:
     logged = [line for line in lines if "loss" in line and line.get("step") is not None]
     losses = [(line["step"], line["loss"]) for line in logged if line["loss"] is not None]
     penalties = [(line["step"], line["penalty"]) for line in logged if line.get("penalty")]
-    curves = [Curve("task loss", _NEW, losses), Curve("penalty", _OLD[0], penalties)]
+    rehearsed = [(line["step"], line["rehearsed"]) for line in logged if line.get("rehearsed")]
+    curves = [
+        Curve("task loss", _NEW, losses),
+        Curve("penalty", _OLD[0], penalties),
+        Curve("rehearsed", _OLD[1], rehearsed),
+    ]
     curves = [curve for curve in curves if curve.points]
     values = [value for curve in curves for _, value in curve.points]
     if not values:
@@ -113,30 +124,43 @@ def _losses(lines: Lines) -> Chart | None:
     log = min(values) >= 0 and bool(positive) and max(positive) > _WIDE * min(positive)
     if log:
         curves = [Curve(c.name, c.style, [point for point in c.points if point[1] > 0]) for c in curves]
-    title = "Loss and penalty over the steps" if penalties else "Loss over the steps"
+    beside = [name for name, points in (("penalty", penalties), ("rehearsal", rehearsed)) if points]
+    title = f"{listed(['Loss', *beside])} over the steps"
     y = Axis("nats, log scale" if log else "nats", log=log, holds=() if log else (0,))
     return Chart(title, curves, Axis("step", whole=True, holds=(0,)), y)
 
 
-def _scores(lines: Lines, of: Mapping[str, str], measure: Measure, by: str) -> list[Curve]:
-    """Return the scores on domains, which are in these styles, by epoch or step."""
+def _scores(lines: Lines, of: Mapping[str, str], measure: Measure, at: Place) -> list[Curve]:
+    """Return the scores on domains, which are in these styles, each line at its place."""
     curves = []
     for domain, style in of.items():
-        scored = [(line.get(by), measure.of(line["scores"].get(domain))) for line in lines if line.get("scores")]
-        points = [(at, value) for at, value in scored if at is not None and value is not None]
+        scored = [(at(line), measure.of(line["scores"].get(domain))) for line in lines if line.get("scores")]
+        points = [(x, value) for x, value in scored if x is not None and value is not None]
         if points:
             curves.append(Curve(f"{domain} {measure.text(points[-1][1])}", style, points))
     return curves
 
 
+def _by_epoch(lines: Lines) -> Place:
+    """Return what places a line among the epochs: by its step, for not all readings are at the end of an epoch."""
+    last = max(
+        (line for line in lines if line.get("step") and line.get("epoch")), key=lambda line: line["step"], default=None
+    )
+    if last is None:
+        return lambda line: line.get("epoch")
+    return lambda line: None if line.get("step") is None else line["step"] * last["epoch"] / last["step"]
+
+
 def _unchanged(outcome: Outcome) -> list[Curve]:
     """Return how the share of probes that are answered as before went, an anchor a curve."""
     curves: dict[str, list[Point]] = {}
+    place = _by_epoch(outcome.run.lines)
     for line in outcome.run.lines:
         for probe in line.get("retention") or []:
-            if probe.get("unchanged") is not None and line.get("epoch") is not None:
+            x = place(line)
+            if probe.get("unchanged") is not None and x is not None:
                 name = str(probe.get("data") or probe.get("anchor") or "an anchor")
-                curves.setdefault(name, []).append((line["epoch"], 100 * probe["unchanged"]))
+                curves.setdefault(name, []).append((x, 100 * probe["unchanged"]))
     return [
         Curve(f"probes of {name} answered as before {points[-1][1]:.1f}%", style_of(len(outcome.old) + n), points)
         for n, (name, points) in enumerate(curves.items())

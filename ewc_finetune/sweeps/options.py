@@ -72,7 +72,7 @@ class Grid:
     )
     plain: bool = option(True, "Make a run without penalty too, for each seed.", unless="yes")
     jobs: int = option(1, "Runs at a time, in as many processes.", least=1, metavar="N")
-    discard: bool = option(False, "Remove the checkpoints in the end, but for those of the knee.")
+    discard: bool = option(False, "Remove the checkpoints in the end, but for those of the knee and of the best mean.")
 
 
 @dataclass(frozen=True, kw_only=True)

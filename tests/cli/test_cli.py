@@ -11,12 +11,14 @@ import time
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from support.files import change_anchor
 from torch import nn
 
 from ewc_finetune import __version__
 from ewc_finetune.anchor.anchor import Anchor
+from ewc_finetune.cli import main
 
 DATA = "digits?limit=300"
 NEW = "digits?limit=300&rotate=90"
@@ -592,3 +594,16 @@ def test_an_interrupted_merge_leaves_no_file(ewc_ft, start, monkeypatch, stage):
     before = set(start.iterdir())
     ewc_ft("merge", "model.anchor.safetensors", "-o", "out.safetensors", expect=130)
     assert set(start.iterdir()) == before
+
+
+def test_what_must_be_said_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for arguments, option in (
+        (["merge", "a.safetensors"], "--output"),
+        (["mend", "m.pt", "--anchors", "a.safetensors"], "--data"),
+        (["finetune", "--anchors", "a.safetensors"], "--data"),
+        (["evaluate", "m.pt"], "--data"),
+    ):
+        result = CliRunner().invoke(main, arguments)
+        assert result.exit_code == 2
+        assert f"Missing option '{option}'" in result.output
