@@ -30,6 +30,7 @@ from ewc_finetune.evaluation.presenting import informed, presented
 from ewc_finetune.evaluation.probe import Retention, least_unchanged
 from ewc_finetune.evaluation.retention import meters
 from ewc_finetune.evaluation.score import Score, score
+from ewc_finetune.finetuning.best_state import merit
 from ewc_finetune.likelihood.registry import get_likelihood
 from ewc_finetune.modules.devices import choose_device, on_device, random_state_kept
 from ewc_finetune.penalty.merging import merged_weights, sum_blocks
@@ -221,23 +222,22 @@ def run(todo: MendPlan) -> Mended:
     new = todo.new or _consolidated(todo)
     anchors = of_one_head([*todo.old, new], loaded.metadata.head)
     start = {name: tensor.clone() for name, tensor in loaded.model.state_dict().items() if isinstance(tensor, Tensor)}
-    places = list(_places(options.ratios, anchors, progress))
     points = []
-    with on_device(loaded.model, todo.device), random_state_kept(todo.device):
-        measured = _measuring(todo)
-        with progress.bar("mending", len(places), "model") as bar:
-            for name, ratio, weights in places:
-                _put(loaded.model, weights)
-                scores, retention = measured()
-                points.append(Point(name, ratio, scores, retention))
-                bar.advance(1)
-    kept, learned = [_kept(todo, point) for point in points], [_learned(todo, point) for point in points]
     try:
+        with on_device(loaded.model, todo.device), random_state_kept(todo.device):
+            measured = _measuring(todo)
+            with progress.bar("mending", None, "model") as bar:
+                for name, ratio, weights in _places(options.ratios, anchors, progress):
+                    _put(loaded.model, weights)
+                    points.append(Point(name, ratio, *measured()))
+                    bar.advance(1)
+        kept, learned = [_kept(todo, point) for point in points], [_learned(todo, point) for point in points]
         chosen, why = _choice(options, points, kept, learned)
-    except RetentionError:
+        # Found once more, for all weights at once would be as many models.
+        _put(loaded.model, _centre(points[chosen].ratio or 0.0, anchors, Silent()))
+    except BaseException:
         loaded.model.load_state_dict(start, strict=False)
         raise
-    _put(loaded.model, places[chosen][2])
     loaded.model.eval()
     if options.plot is not None:
         draw_charts(
@@ -275,10 +275,7 @@ def _places(
     """Go through what is tried: its name, the ratio, and the weights."""
     *old, new = anchors
     for ratio in sorted(ratios):
-        strengths = [ratio] * len(old) + [1.0]
-        # Of the sum only the centre is wanted, so that any block may stand for it.
-        total, _ = sum_blocks(sum_quadratics(anchors, strengths), anchors, lambda blocks: blocks[-1], progress)
-        yield f"{ratio:g} to 1", ratio, merged_weights(anchors, total)
+        yield f"{ratio:g} to 1", ratio, _centre(ratio, anchors, progress)
     foreign = foreign_head(old[-1], new.provenance.head)
     for share in _WAY if len(ratios) > 1 else ():
         weights = {
@@ -287,6 +284,14 @@ def _places(
         }
         name = {0.0: "the old weights", 1.0: "the new weights"}.get(share, f"{share:.0%} of the way")
         yield name, None, weights
+
+
+def _centre(ratio: float, anchors: Sequence[Anchor], progress: Progress) -> dict[str, Tensor]:
+    """Return the weights where the anchors pull least, the old ones at so many times the strength of the newest."""
+    strengths = [ratio] * (len(anchors) - 1) + [1.0]
+    # Of the sum only the centre is wanted, so that any block may stand for it.
+    total, _ = sum_blocks(sum_quadratics(anchors, strengths), anchors, lambda blocks: blocks[-1], progress)
+    return merged_weights(anchors, total)
 
 
 def _put(model: nn.Module, weights: dict[str, Tensor]) -> None:
@@ -310,18 +315,15 @@ def _measuring(todo: MendPlan) -> Any:
 
 def _kept(todo: MendPlan, point: Point) -> float | None:
     """Return the mean score on the old domains, else the mean share of unchanged answers to the probes."""
-    old = [_main(score) for score in point.scores[int(todo.has_new) :]]
-    known = old or [kept.unchanged for kept in point.retention if kept.unchanged is not None]
+    old = {score.domain for score in point.scores[int(todo.has_new) :]}
+    if old:
+        return merit(point.scores, old)
+    known = [kept.unchanged for kept in point.retention if kept.unchanged is not None]
     return sum(known) / len(known) if known else None
 
 
 def _learned(todo: MendPlan, point: Point) -> float | None:
-    return _main(point.scores[0]) if todo.has_new else None
-
-
-def _main(scored: Score) -> float:
-    """Return the accuracy, or the loss with its sign turned where nothing is right or wrong."""
-    return -scored.loss if scored.accuracy is None or scored.perplexity is not None else scored.accuracy
+    return merit(point.scores, {point.scores[0].domain}) if todo.has_new else None
 
 
 def _choice(

@@ -28,6 +28,7 @@ from ewc_finetune.likelihood.output_fisher import OutputFisher
 from ewc_finetune.modules.batch import Batch, Inputs, count, detached, take
 from ewc_finetune.modules.devices import out_of_memory, random_state_kept
 from ewc_finetune.modules.modes import evaluating, unchanged, uncompiled
+from ewc_finetune.modules.precision import sum_dtype
 from ewc_finetune.progress import Bar
 from ewc_finetune.specs.options import check_declared, option, takes
 
@@ -186,7 +187,7 @@ class _Pass:
         self.engine = Engine(options.model, self.parameters, options.rules)
         self.device = next(iter(self.parameters.values())).device
         # float64 so that a million samples lose nothing.
-        self.wide = torch.float32 if self.device.type == "mps" else torch.float64
+        self.wide = sum_dtype(self.device)
         # By parameter the sum of squares, or by weight of a layer with a block the sums of its two factors.
         self.totals: dict[str, tuple[Tensor, ...]] = {n: (self._zeros(*p.shape),) for n, p in self.parameters.items()}
         # The same of the latest chunks, which are not in the totals yet.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ewc_finetune.errors import UsageError
+from ewc_finetune.modules.precision import sum_dtype
 
 # Up to so many rows all eigenvectors are worked out, in float64; of more, subspace iteration finds the leading ones.
 EXACT_EIGEN = 1024
@@ -206,7 +207,7 @@ class DenseFactor(Factor):
     def clean(self) -> DenseFactor:
         """See `Factor`."""
         eigen = self.eigen()
-        wide = torch.float32 if self.values.device.type == "mps" else torch.float64
+        wide = sum_dtype(self.values.device)
         vectors = eigen.vectors.to(wide)
         return DenseFactor((vectors * eigen.eigenvalues.to(wide)) @ vectors.T)
 

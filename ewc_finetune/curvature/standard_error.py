@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ewc_finetune.curvature.importance import layer_of
+from ewc_finetune.modules.precision import sum_dtype
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class RunningError:
     def __init__(self, names: list[str], device: torch.device) -> None:
         self.layers = list(dict.fromkeys(map(layer_of, names)))
         self.samples = 0
-        self._wide = torch.float32 if device.type == "mps" else torch.float64
+        self._wide = sum_dtype(device)
         # Row l sums the parameters of layer l; the last row sums all.
         members = [[layer_of(name) == layer for name in names] for layer in self.layers] + [[True] * len(names)]
         self._members = torch.tensor(members, dtype=self._wide, device=device)

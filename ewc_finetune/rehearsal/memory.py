@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,6 +46,10 @@ class Memory:
         """How many inputs were made of those that were given."""
         return self.probe.samples - self.given
 
+    @cached_property
+    def _spec(self) -> InputSpec:
+        return InputSpec.read(self.probe.layout)
+
     def to_json(self) -> dict[str, Any]:
         """Return what a run records of it, in values that JSON has."""
         return {
@@ -78,7 +83,7 @@ class Memory:
         batch = _trimmed(self.probe.subset(samples))
         device = next(model.parameters()).device
         with contextlib.nullcontext() if self.head is None else head_in_place(model, self.head):
-            inputs = InputSpec.read(batch.layout).present(each(lambda t: t.to(device), batch.inputs), dtype_of(model))
+            inputs = self._spec.present(each(lambda t: t.to(device), batch.inputs), dtype_of(model))
             outputs = call(model if forward is None or self.head is not None else forward, inputs)
         rows = outputs if batch.counted is None else outputs[batch.counted.to(device)]
         return self.likelihood.divergence(wide(batch.outputs.to(device)), wide(rows)).sum() / len(samples)
@@ -96,17 +101,7 @@ def _trimmed(probe: Probe) -> Probe:
     def trim(tensor: Tensor) -> Tensor:
         return tensor[:, :longest] if tensor.shape[:2] == mask.shape else tensor
 
-    return Probe(
-        inputs=each(trim, probe.inputs),
-        outputs=probe.outputs,
-        data=probe.data,
-        split=probe.split,
-        likelihood=probe.likelihood,
-        layout=probe.layout,
-        active=probe.active,
-        seed=probe.seed,
-        counted=trim(probe.counted),
-    )
+    return replace(probe, inputs=each(trim, probe.inputs), counted=trim(probe.counted))
 
 
 class Order:
@@ -127,7 +122,8 @@ class Order:
         drawn, self.left = self.left[:n], self.left[n:]
         if len(drawn) < n:
             order = torch.randperm(self.size, generator=self.generator).tolist()
-            more = [number for number in order if number not in set(drawn)][: n - len(drawn)]
+            had = set(drawn)
+            more = [number for number in order if number not in had][: n - len(drawn)]
             taken = set(more)
             self.left = [number for number in order if number not in taken]
             drawn += more
