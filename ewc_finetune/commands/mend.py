@@ -131,6 +131,7 @@ class MendPlan:
         loaded: The model.
         old: The anchors of the old domains, oldest first.
         new: The anchor of the new one; None where it is to be made.
+        domain: The new domain.
         scored: The domains to score, of which the first is the new one, if it can be scored.
         has_new: Whether it is.
         device: The device to compute on.
@@ -141,6 +142,7 @@ class MendPlan:
     loaded: LoadedModel
     old: list[Anchor]
     new: Anchor | None
+    domain: Domain
     scored: list[Domain]
     has_new: bool
     device: torch.device
@@ -177,7 +179,8 @@ def plan(options: MendOptions) -> MendPlan:
     with mistakes.noted():
         device = choose_device(options.device)
     with mistakes.noted():
-        scored, has_new = _scored(options)
+        domain = resolve_domain(options.data, "train", options.data_dir)
+        scored, has_new = _scored(options, domain)
     with mistakes.noted():
         loaded = open_model(options.model, None, trust_code=options.trust_code)
     mistakes.check()
@@ -195,13 +198,13 @@ def plan(options: MendOptions) -> MendPlan:
         raise UsageError("--retain goes by the probes in the old anchors, and there is none in them")
     for remark in [*loaded.remarks, *(r for anchor in old for r in anchor.remarks), *remarks(old, "all")]:
         progress.note(remark)
-    return MendPlan(options, loaded, old, new if isinstance(new, Anchor) else None, scored, has_new, device, output)
+    known = new if isinstance(new, Anchor) else None
+    return MendPlan(options, loaded, old, known, domain, scored, has_new, device, output)
 
 
-def _scored(options: MendOptions) -> tuple[list[Domain], bool]:
+def _scored(options: MendOptions, train: Domain) -> tuple[list[Domain], bool]:
     """Return the domains to score, the new one first where it is scored; and whether it is."""
     data = options.data
-    train = resolve_domain(data, "train", options.data_dir)
     others = [] if options.eval_on is None else resolve_domains(options.eval_on, "test", options.data_dir)
     if isinstance(data, str) and train.split is not None:
         new = [resolve_domain(data, "test", options.data_dir)]
@@ -262,7 +265,7 @@ def _consolidated(todo: MendPlan) -> Anchor:
     options, old = todo.options, todo.old[-1].provenance
     curvature: Literal["diagonal", "kfac"] = "kfac" if old.curvature == "kfac" else "diagonal"
     asked = ConsolidateOptions(
-        options.model, options.data, samples=options.samples, curvature=curvature, device=options.device,
+        options.model, todo.domain, samples=options.samples, curvature=curvature, device=options.device,
         data_dir=options.data_dir, trust_code=options.trust_code, progress=options.progress,
         likelihood=cast("LikelihoodName", old.likelihood),
     )  # fmt: skip
