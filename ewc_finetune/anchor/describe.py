@@ -118,6 +118,7 @@ def ancestor(entry: Mapping[str, Any], made_of: str = "") -> str:
     return joined(
         entry.get("name"),
         labelled("lambda", number(entry.get("lambda"))),
+        labelled("steps of polish", number(entry.get("polished"))),
         made_of,
         labelled("SHA-256", entry.get("sha256")),
         entry.get("hub"),

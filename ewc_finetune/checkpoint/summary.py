@@ -74,7 +74,7 @@ class CheckpointInspection:
             ("normalisation", few(self.normalisation)),
             ("likelihood", self.metadata.likelihood or ""),
             ("classes", few(self.metadata.classes or [])),
-            ("trained under", "; ".join(f"{e.get('name')} (lambda {e.get('lambda')})" for e in self.metadata.lineage)),
+            ("trained under", "; ".join(map(_ancestor, self.metadata.lineage))),
             ("verified", self.verified or ""),
             ("unsafe", f"its pickle asks for {few(self.unsafe)}" if self.unsafe else ""),
         ]
@@ -162,3 +162,9 @@ def _tied(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 
 def _key(tensor: Tensor) -> object:
     return (tensor.data_ptr(), tensor.shape) if tensor.numel() else id(tensor)
+
+
+def _ancestor(entry: Mapping[str, Any]) -> str:
+    """Name an anchor of the lineage, and say how it had a part in the model."""
+    polished = f", {entry['polished']:,} steps of polish" if isinstance(entry.get("polished"), int) else ""
+    return f"{entry.get('name')} (lambda {entry.get('lambda')}{polished})"

@@ -91,8 +91,12 @@ class Plan:
         return identify(self.start, self.anchors, self.domain, self.scored, told, self.specs, rehearsed)
 
 
-def plan(options: FinetuneOptions) -> Plan:
+def plan(options: FinetuneOptions, opened: LoadedModel | None = None) -> Plan:
     """Open and check everything that a fine-tune takes; what is wrong is said all at once, as far as it can be known.
+
+    Args:
+        options: What the command was given.
+        opened: What is known of the model beside it, where that is open already; `options` then has the module.
 
     Raises:
         EwcError: naming what is wrong with the model, an anchor, the data, an option or a file.
@@ -115,7 +119,7 @@ def plan(options: FinetuneOptions) -> Plan:
         domain = resolve_domain(options.data, "train", options.data_dir)
     if not mistakes.found:
         with mistakes.noted():
-            start, fresh = _open_start(options, anchors, domain)
+            start, fresh = (opened, False) if opened else _open_start(options, anchors, domain)
     loaded, overwrite = not mistakes.found, options.overwrite
     with mistakes.noted():
         if output is not None:

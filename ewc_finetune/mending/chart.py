@@ -15,11 +15,13 @@ def chart(points: Sequence[Point], chosen: int) -> Chart:
         for n, point in enumerate(points)
         if (one := point.learned) is not None and (other := point.kept) is not None
     }
-    centres = [n for n in drawn if points[n].ratio is not None]
+    polished = [n for n in drawn if points[n].steps]
+    centres = [n for n in drawn if points[n].ratio is not None and n not in polished]
     plain = [n for n in drawn if points[n].ratio is None]
     ratios = [f"{points[n].ratio:g}" for n in centres]
     curves = [
         Curve("centres of the anchors, by ratio", "k0", [drawn[n] for n in centres], ratios),
+        Curve("polished", "k1", [drawn[n] for n in polished], [f"{points[n].steps:,} steps" for n in polished]),
         Curve("means of the weights", "plain", [drawn[n] for n in plain], [points[n].name for n in plain]),
     ]
     curves = [curve for curve in curves if curve.points]
