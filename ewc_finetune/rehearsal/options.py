@@ -39,8 +39,8 @@ class Rehearsing:
 
     rehearse_variations: bool = option(
         True,
-        "Rehearse what is made of the inputs too: images moved a little, and mixtures of two, which the anchor's "
-        "weights answer.",
+        "Rehearse what is made of the inputs too: images moved and turned a little, and mixtures of two, "
+        "which the anchor's weights answer.",
         setting="method",
     )
 

@@ -229,13 +229,13 @@ def test_a_run_keeps_more_and_says_what_was_rehearsed(model, anchor, tmp_path):
         progress=notes,
     )
     assert done.after[0].accuracy > finetuned(model, anchor).after[0].accuracy + 0.05
-    assert "60 of 80 inputs of data are rehearsed, with 4,096 variations of them, answered by" in str(notes)
+    assert "60 of 80 inputs of data are rehearsed, with 16,384 variations of them, answered by" in str(notes)
     assert "what is kept is measured by the other 20" in str(notes)
     (kept,) = done.retention
     assert kept.samples == 20
     document = json.loads((tmp_path / "m.run" / "run.json").read_text())
     (record,) = document["found"]["rehearsed"]
-    assert record["variations"] == 4096
+    assert record["variations"] == 16_384
     assert record["samples"] == 60
     assert record["held_out"] == held_out(ewc.Anchor.load(anchor).probes[0], "a")
     assert all("rehearsed" in line for line in done.history if "loss" in line)
