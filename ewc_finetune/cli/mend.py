@@ -9,7 +9,7 @@ import click
 from ewc_finetune.cli.command import Command
 from ewc_finetune.cli.declared import options_from
 from ewc_finetune.cli.options import printing_options
-from ewc_finetune.commands.mend_options import MendOptions
+from ewc_finetune.mending.options import MendOptions
 
 if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
@@ -46,5 +46,5 @@ def mend(model: str, data: str, output: str | None, printer: Printer, **options:
             for n, point in enumerate(done.points)
         ],
     )
-    printer.note(f"{done.output}: {done.points[done.chosen].name}, {done.why}")
+    printer.note(f"{done.output}: {done.taken.name}, {done.why}")
     printer.result(done.to_json())

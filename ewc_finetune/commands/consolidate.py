@@ -98,8 +98,12 @@ class ConsolidationPlan:
         return self.options.samples if isinstance(self.options.samples, int) else None
 
 
-def plan(options: ConsolidateOptions) -> ConsolidationPlan:
+def plan(options: ConsolidateOptions, opened: LoadedModel | None = None) -> ConsolidationPlan:
     """Open and check everything that a consolidation takes.
+
+    Args:
+        options: What the command was given.
+        opened: What is known of the model beside it, where that is open already; `options` then has the module.
 
     Raises:
         EwcError: naming what is wrong with the model, the data, an option or the file.
@@ -118,11 +122,11 @@ def plan(options: ConsolidateOptions) -> ConsolidationPlan:
     with mistakes.noted():
         domain = resolve_domain(options.data, "train", options.data_dir)
     with mistakes.noted():
-        loaded = open_model(model, architecture, trust_code=options.trust_code)
+        loaded = opened or open_model(model, architecture, trust_code=options.trust_code)
         excluded = _excluded(loaded.model, options.exclude)
     mistakes.check()
     say_idle(options, CONSOLIDATE, {}, progress)
-    for remark in loaded.remarks:
+    for remark in () if opened else loaded.remarks:  # which were told where it was opened
         progress.note(remark)
     if not isinstance(model, nn.Module) and architecture is not None and not builds_by_itself(architecture):
         progress.note(

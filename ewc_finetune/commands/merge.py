@@ -21,6 +21,7 @@ from ewc_finetune.curvature.kronecker_factors import check_rank
 from ewc_finetune.errors import Mistakes, StorageError, UsageError
 from ewc_finetune.penalty.kronecker_sum import sum_of
 from ewc_finetune.penalty.merging import (
+    centred,
     check_sums,
     joined_probes,
     merged_provenance,
@@ -163,10 +164,8 @@ def _summed(todo: MergePlan) -> tuple[Quadratic, dict[str, float], Storage | Non
         else sum_quadratics(alike, strengths, options.lineage, growing=growing)
     )
     quadratic, distances = sum_blocks(
-        quadratic,
-        alike,
+        centred(quadratic, alike, options.progress),
         lambda blocks: sum_of(blocks, options.kfac_sum).stored(options.kfac_rank, options.kfac_dtype),
-        options.progress,
     )
     check_sums(quadratic)
     if any(off >= _NOTED for off in distances.values()):

@@ -44,6 +44,16 @@ def sum_of(blocks: Sequence[Block], how: KfacSum) -> Block:
     """
     if len(blocks) == 1:
         return blocks[0]
+    first = _alike(blocks)
+    inputs, outputs = _terms(blocks)
+    a, g = _partial_traces(inputs, outputs)
+    if how == "nearest":
+        a, g = _nearest(_products(inputs), _products(outputs), g)
+    return replace(first, input=_weighted(a, inputs), output=_weighted(g, outputs))
+
+
+def _alike(blocks: Sequence[Block]) -> Block:
+    """Return the first of some blocks of one layer, if the others are of the same parameters."""
     first = blocks[0]
     for block in blocks:
         if (block.names, block.transposed, block.input.size) != (first.names, first.transposed, first.input.size):
@@ -52,11 +62,7 @@ def sum_of(blocks: Sequence[Block], how: KfacSum) -> Block:
                 f"anchor and of {', '.join(block.names)} with {block.input.size} in another, and have no sum. Stack "
                 "the anchors instead"
             )
-    inputs, outputs = _terms(blocks)
-    a, g = _partial_traces(inputs, outputs)
-    if how == "nearest":
-        a, g = _nearest(_products(inputs), _products(outputs), g)
-    return replace(first, input=_weighted(a, inputs), output=_weighted(g, outputs))
+    return first
 
 
 def distance(block: Block, blocks: Sequence[Block]) -> float:
@@ -169,7 +175,11 @@ def centre_of(parts: Sequence[tuple[Block, Tensor]]) -> tuple[Tensor, float, flo
     Returns:
         X in float64, as many rows as the largest centre has; the constant; and what is left of the pull at X, as a part
         of that at the newest centre.
+
+    Raises:
+        AnchorMismatchError: if the blocks are of other parameters.
     """
+    _alike([block for block, _ in parts])
     rows = max(len(centre) for _, centre in parts)
     base = next(centre for _, centre in reversed(parts) if len(centre) == rows).double()
     wide = base.new_empty(0)

@@ -29,22 +29,15 @@ from ewc_finetune.progress import Progress
 from ewc_finetune.storage.lazy_tensors import shapes_of
 
 
-def sum_blocks(
-    quadratic: Quadratic,
-    anchors: Sequence[Anchor],
-    sum_of_blocks: Callable[[Sequence[Block]], Block],
-    progress: Progress,
-) -> tuple[Quadratic, dict[str, float]]:
-    """Bring the blocks of each layer together into one, with the centre of all of them; and say how far each is off."""
-    distances = {}
-    layers: dict[str, list[tuple[Block, Tensor]]] = {}
-    for block, centre in quadratic.blocks:
-        layers.setdefault(block.weight, []).append((block, centre))
-    merged = replace(quadratic, centre=dict(quadratic.centre), constant=dict(quadratic.constant), blocks=[])
-    for weight, parts in layers.items():
-        summed = [block for block, _ in parts]
-        block = sum_of_blocks(summed)
-        distances[block.layer] = distance(block, summed)
+def centred(quadratic: Quadratic, anchors: Sequence[Anchor], progress: Progress) -> Quadratic:
+    """Return the same quadratic with one centre for each layer: where its blocks together pull least.
+
+    Raises:
+        AnchorMismatchError: if the blocks of a layer are of other parameters, or one of them is under a diagonal too.
+    """
+    found = replace(quadratic, centre=dict(quadratic.centre), constant=dict(quadratic.constant), blocks=[])
+    for weight, parts in _by_layer(quadratic.blocks).items():
+        block = parts[-1][0]
         twice = [name for name in block.names if name in quadratic.curvature]
         if twice:
             raise AnchorMismatchError(
@@ -59,12 +52,34 @@ def sum_blocks(
             )
         shape = _newest(anchors, weight).shape
         for name, part in zip(block.names, block.split(centre.to(parts[-1][1].dtype), shape), strict=False):
-            if part is not None and name not in merged.centre:
-                merged.centre[name] = part
+            if part is not None and name not in found.centre:
+                found.centre[name] = part
         if constant:
-            merged.constant[weight] = merged.constant.get(weight, 0.0) + constant
-        merged.blocks.append((block, centre))
+            found.constant[weight] = found.constant.get(weight, 0.0) + constant
+        found.blocks.extend((part, centre[: len(own)]) for part, own in parts)
+    return found
+
+
+def sum_blocks(
+    quadratic: Quadratic, sum_of_blocks: Callable[[Sequence[Block]], Block]
+) -> tuple[Quadratic, dict[str, float]]:
+    """Bring the blocks of each layer, which have one centre, together into one; and say how far each is off."""
+    distances = {}
+    merged = replace(quadratic, blocks=[])
+    for parts in _by_layer(quadratic.blocks).values():
+        blocks = [block for block, _ in parts]
+        block = sum_of_blocks(blocks)
+        distances[block.layer] = distance(block, blocks)
+        merged.blocks.append((block, max((centre for _, centre in parts), key=len)))
     return merged, distances
+
+
+def _by_layer(blocks: Sequence[tuple[Block, Tensor]]) -> dict[str, list[tuple[Block, Tensor]]]:
+    """Return the blocks of each layer with their centres, by the name of its weight."""
+    layers: dict[str, list[tuple[Block, Tensor]]] = {}
+    for block, centre in blocks:
+        layers.setdefault(block.weight, []).append((block, centre))
+    return layers
 
 
 def online_quadratic(anchors: Sequence[Anchor], lambdas: Sequence[float], growing: Collection[str]) -> Quadratic:

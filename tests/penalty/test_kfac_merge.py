@@ -18,6 +18,9 @@ from ewc_finetune.curvature.kronecker_block import Block
 from ewc_finetune.curvature.kronecker_factors import DenseFactor
 from ewc_finetune.errors import AnchorMismatchError, NonFiniteError, UsageError
 from ewc_finetune.penalty.kronecker_sum import centre_of, distance, sum_of
+from ewc_finetune.penalty.merging import centred
+from ewc_finetune.penalty.quadratic import sum_quadratics
+from ewc_finetune.progress import Silent
 
 several = st.builds(
     lambda inputs, outputs, seeds, rank: [
@@ -213,6 +216,27 @@ def test_the_centre_as_a_model():
         values.append(Penalty(model, anchors, 1.0).value())
     assert values[0] < 0.9 * min(values[1:])
     assert values[0] == pytest.approx(sum(merged.provenance.constant.values()), rel=1e-3)
+
+
+def test_one_centre_for_the_blocks_of_a_layer():
+    """The quadratic stays the same everywhere, and no block is made; a layer may have grown in between."""
+
+    def value(quadratic, weights):
+        total = sum(quadratic.constant.values())
+        for block, centre in quadratic.blocks:
+            away = block.join(weights[block.weight], weights[block.bias]).double()[: len(centre)] - centre.double()
+            total += 0.5 * (away * block.to(away).times(away)).sum().item()
+        return total
+
+    short, long = (trained(nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, n)), torch.float32) for n in (3, 4))
+    anchors = [make_anchor(short, 0), make_anchor(long, 1)]
+    summed = sum_quadratics(anchors, [2.0, 1.0], growing=["2.weight", "2.bias"])
+    found = centred(summed, anchors, Silent())
+    assert [block for block, _ in found.blocks] == [summed.blocks[n][0] for n in (0, 2, 1, 3)]
+    assert not summed.centre
+    for weights in (found.centre, anchors[1].weights, {n: torch.randn_like(w) for n, w in found.centre.items()}):
+        assert value(found, weights) == pytest.approx(value(summed, weights), rel=1e-3)
+    assert value(found, found.centre) == pytest.approx(sum(found.constant.values()), rel=1e-3)
 
 
 def test_heads_that_were_expanded():

@@ -11,10 +11,15 @@ from support.notes import Notes
 from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
+from ewc_finetune.checkpoint.open import open_model
+from ewc_finetune.commands import consolidate
+from ewc_finetune.curvature.options import ConsolidateOptions
 from ewc_finetune.errors import RetentionError, StorageError, UsageError
+from ewc_finetune.mending import plan as mending_plan
 from ewc_finetune.penalty.quadratic import sum_quadratics
 
 _INPUTS, _LABELS = blobs(shift=8.0, seed=1).tensors
+LOUD = f"{__name__}:Loud"
 NEW = TensorDataset(_INPUTS, (_LABELS + 1) % 3)
 
 
@@ -60,7 +65,7 @@ def test_what_was_forgotten_comes_back(forgot, start, old):
     done = mend(forgot, old)
     assert accuracy(forgot, OLD) < accuracy(start, OLD) - 0.2
     assert accuracy(done.model, OLD) > accuracy(forgot, OLD) + 0.1
-    assert done.kept[done.chosen] + done.learned[done.chosen] > done.kept[-1] + done.learned[-1]
+    assert done.taken.kept + done.taken.learned > done.points[-1].kept + done.points[-1].learned
     names = [point.name for point in done.points]
     assert names[:2] == ["0.03 to 1", "0.1 to 1"]
     assert names[-5:] == ["the old weights", "25% of the way", "50% of the way", "75% of the way", "the new weights"]
@@ -68,8 +73,8 @@ def test_what_was_forgotten_comes_back(forgot, start, old):
     assert [s.accuracy for s in first.scores] == pytest.approx([accuracy(start, NEW), accuracy(start, OLD)])
     assert [s.accuracy for s in last.scores] == pytest.approx([accuracy(forgot, NEW), accuracy(forgot, OLD)])
     assert first.retention[0].unchanged == 1
-    assert done.points[done.chosen].ratio is not None
-    assert json.loads(json.dumps(done.to_json()))["chosen"] == done.points[done.chosen].name
+    assert done.taken.ratio is not None
+    assert json.loads(json.dumps(done.to_json()))["chosen"] == done.taken.name
 
 
 def test_a_ratio_alone_is_the_centre_of_the_anchors(forgot, old):
@@ -102,7 +107,7 @@ def test_it_writes_a_checkpoint_with_its_lineage_and_a_figure(forgot, old, tmp_p
     state = torch.load(tmp_path / "m.pt", weights_only=True)
     weights = state.get("state_dict", state)
     assert all(weights[name].equal(p) for name, p in done.model.named_parameters())
-    again = ewc.consolidate(tmp_path / "m.pt", OLD, architecture=f"{__name__}:Loud")
+    again = ewc.consolidate(tmp_path / "m.pt", OLD, architecture=LOUD)
     assert [entry["name"] for entry in again.provenance.lineage] == ["old"]
     with pytest.raises(StorageError, match="exists"):
         mend(forgot, old, **options)
@@ -125,3 +130,20 @@ def test_it_says_things_once(forgot, old):
     notes = Notes()
     mend(forgot, old, ratios=[0.3, 1.0], progress=notes)
     assert len(notes.lines) == len(set(notes.lines))
+
+
+def test_a_model_that_is_open_is_consolidated_as_its_file_would_be(forgot, old, tmp_path, monkeypatch):
+    """It is opened once, and all that is known of it goes into the anchor."""
+    ewc.mend(copy.deepcopy(forgot), NEW, anchors=old, ratios=[1.0], output=tmp_path / "m.pt")
+    asked = {"samples": 50, "curvature": "kfac"}
+    there = consolidate.run(consolidate.plan(ConsolidateOptions(tmp_path / "m.pt", NEW, architecture=LOUD, **asked)))
+    loaded = open_model(tmp_path / "m.pt", LOUD)
+    opened = consolidate.run(consolidate.plan(ConsolidateOptions(loaded.model, NEW, **asked), loaded))
+    assert opened.provenance == there.provenance
+    assert opened.provenance.lineage
+
+    opens = []
+    monkeypatch.setattr(mending_plan, "open_model", lambda *given, **known: opens.append(given) or loaded)
+    monkeypatch.setattr(consolidate, "open_model", None)
+    ewc.mend(tmp_path / "m.pt", NEW, anchors=old, ratios=[1.0])
+    assert len(opens) == 1

@@ -1,0 +1,1 @@
+"""Mending: bringing back what a fine-tuned model has forgotten, between the anchors of old and new."""

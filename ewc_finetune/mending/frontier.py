@@ -1,0 +1,113 @@
+"""The frontier between old and new: where the model is tried, and how it is measured there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ewc_finetune.anchor.anchor import Anchor
+from ewc_finetune.anchor.heads import foreign_head
+from ewc_finetune.evaluation.bound_domain import BoundDomain, bind
+from ewc_finetune.evaluation.presenting import presented
+from ewc_finetune.evaluation.retention import Meter, meters
+from ewc_finetune.evaluation.score import score
+from ewc_finetune.finetuning.best_state import merit
+from ewc_finetune.likelihood.registry import get_likelihood
+from ewc_finetune.mending.mended import Point
+from ewc_finetune.mending.plan import MendPlan
+from ewc_finetune.penalty.merging import centred, merged_weights
+from ewc_finetune.penalty.quadratic import sum_quadratics
+from ewc_finetune.progress import Progress, Silent
+
+# How far the plain means lie on the way from the old weights to the new ones.
+_WAY = {
+    0.0: "the old weights",
+    0.25: "25% of the way",
+    0.5: "50% of the way",
+    0.75: "75% of the way",
+    1.0: "the new weights",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Weights to try.
+
+    Attributes:
+        name: What to call the place.
+        ratio: What the old anchors weigh beside the new one there; None of a plain mean of the weights.
+        weights: The parameters by name.
+    """
+
+    name: str
+    ratio: float | None
+    weights: dict[str, Tensor]
+
+
+def places(ratios: Sequence[float], anchors: Sequence[Anchor], progress: Progress) -> Iterator[Place]:
+    """Go through what is tried: the centre at each ratio and, of several ratios, plain means of the weights."""
+    *old, new = anchors
+    for ratio in sorted(ratios):
+        yield Place(f"{ratio:g} to 1", ratio, centre(ratio, anchors, progress))
+    foreign = foreign_head(old[-1], new.provenance.head)
+    for share, name in _WAY.items() if len(ratios) > 1 else ():
+        weights = {
+            name: value if name in foreign else old[-1].weights[name].lerp(value.to(old[-1].weights[name]), share)
+            for name, value in new.weights.items()
+        }
+        yield Place(name, None, weights)
+
+
+def centre(ratio: float, anchors: Sequence[Anchor], progress: Progress) -> dict[str, Tensor]:
+    """Return the weights where the anchors pull least, the old ones at so many times the strength of the newest."""
+    strengths = [ratio] * (len(anchors) - 1) + [1.0]
+    return merged_weights(anchors, centred(sum_quadratics(anchors, strengths), anchors, progress))
+
+
+def put(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Give the model these weights."""
+    for name, parameter in model.named_parameters():
+        parameter.detach().copy_(weights[name])
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What the model is measured by, the same at every place.
+
+    Attributes:
+        model: The model, on `device`.
+        domains: Those that are scored, the new one first where it is among them.
+        has_new: Whether it is.
+        probes: Measure what is kept of the old anchors' probes.
+        batch_size: Samples at once.
+        device: The device that the model is on.
+    """
+
+    model: nn.Module
+    domains: list[BoundDomain]
+    has_new: bool
+    probes: list[Meter]
+    batch_size: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, todo: MendPlan) -> Measures:
+        """Return what a plan measures by, for its model, which is on the plan's device."""
+        loaded, device = todo.loaded, todo.device
+        rule = get_likelihood(todo.old[-1].provenance.likelihood)
+        bound = [bind(loaded, presented(domain, loaded, Silent()), rule, device, Silent()) for domain in todo.scored]
+        probes = meters(loaded.model, todo.old, loaded.metadata.head)
+        return cls(loaded.model, bound, todo.has_new, probes, todo.options.batch_size, device)
+
+    def point(self, name: str, ratio: float | None) -> Point:
+        """Measure the model as it is."""
+        scores = tuple(score(self.model, bound, self.batch_size, self.device) for bound in self.domains)
+        retention = tuple(probe.read(self.model, self.device) for probe in self.probes)
+        old = {one.domain for one in scores[int(self.has_new) :]}
+        known = [one.unchanged for one in retention if one.unchanged is not None]
+        kept = merit(scores, old) if old else sum(known) / len(known) if known else None
+        learned = merit(scores, {scores[0].domain}) if self.has_new else None
+        return Point(name, ratio, scores, retention, kept, learned)

@@ -1,0 +1,115 @@
+"""What a mending will do: everything opened and checked before anything is changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ewc_finetune.anchor.anchor import Anchor
+from ewc_finetune.anchor.compatibility import remarks
+from ewc_finetune.anchor.heads import of_one_head
+from ewc_finetune.checkpoint.open import LoadedModel, open_model
+from ewc_finetune.data.domain import Domain
+from ewc_finetune.data.sources import resolve_domain, resolve_domains
+from ewc_finetune.errors import Mistakes, UsageError
+from ewc_finetune.evaluation.presenting import informed
+from ewc_finetune.mending.options import MendOptions
+from ewc_finetune.modules.devices import choose_device
+from ewc_finetune.penalty.penalty import check_fit
+from ewc_finetune.reporting.plots import figure_format
+from ewc_finetune.specs.options import check_declared
+from ewc_finetune.storage.atomic import check_output
+
+
+@dataclass(frozen=True)
+class MendPlan:
+    """What a mending will do.
+
+    Attributes:
+        options: The options that the command was given.
+        loaded: The model.
+        old: The anchors of the old domains, oldest first.
+        new: The anchor of the new one; None where it is to be made.
+        domain: The new domain.
+        scored: The domains to score, of which the first is the new one, if it can be scored.
+        has_new: Whether it is.
+        device: The device to compute on.
+        output: The checkpoint to write.
+    """
+
+    options: MendOptions
+    loaded: LoadedModel
+    old: list[Anchor]
+    new: Anchor | None
+    domain: Domain
+    scored: list[Domain]
+    has_new: bool
+    device: torch.device
+    output: Path | None
+
+
+def plan(options: MendOptions) -> MendPlan:
+    """Open and check everything that a mending takes.
+
+    Raises:
+        EwcError: naming what is wrong with the model, an anchor, the data, an option or a file.
+    """
+    check_declared(options)
+    mistakes, progress, old = Mistakes(), options.progress, list[Anchor]()
+    given = [options.anchors] if isinstance(options.anchors, (Anchor, str, Path)) else list(options.anchors)
+    with mistakes.noted():
+        options.check()
+        if not given:
+            raise UsageError("there is nothing to mend by; name the anchors of what was forgotten with --anchors")
+    output = None if options.output is None else Path(options.output)
+    with mistakes.noted():
+        if options.plot is not None:
+            figure_format(Path(options.plot))
+        for path in (output, options.plot):
+            if path is not None:
+                inputs = [options.model, *given]
+                check_output(Path(path), options.overwrite, inputs, folder=Path(path).is_dir(), note=progress.note)
+    for item in given:
+        with mistakes.noted():
+            old.append(item if isinstance(item, Anchor) else Anchor.open(item))
+    new = options.anchor_of_new
+    with mistakes.noted():
+        new = new if new is None or isinstance(new, Anchor) else Anchor.open(new)
+    with mistakes.noted():
+        device = choose_device(options.device)
+    with mistakes.noted():
+        domain = resolve_domain(options.data, "train", options.data_dir)
+        scored, has_new = _scored(options, domain)
+    with mistakes.noted():
+        loaded = open_model(options.model, None, trust_code=options.trust_code)
+    mistakes.check()
+    loaded = informed(loaded, old)
+    named = dict(loaded.model.named_parameters())
+    for anchor in [*of_one_head(old, loaded.metadata.head), *([new] if isinstance(new, Anchor) else [])]:
+        check_fit(named, anchor)
+    alone = len(options.ratios) == 1
+    if not alone and not any(anchor.probes for anchor in old) and len(scored) <= has_new:
+        raise UsageError(
+            "nothing tells what is kept: the old anchors have no probes, and no old domain is named with --eval. Name "
+            "one, or one --ratio alone"
+        )
+    if options.retain is not None and not any(anchor.probes for anchor in old):
+        raise UsageError("--retain goes by the probes in the old anchors, and there is none in them")
+    for remark in [*loaded.remarks, *(r for anchor in old for r in anchor.remarks), *remarks(old, "all")]:
+        progress.note(remark)
+    known = new if isinstance(new, Anchor) else None
+    return MendPlan(options, loaded, old, known, domain, scored, has_new, device, output)
+
+
+def _scored(options: MendOptions, train: Domain) -> tuple[list[Domain], bool]:
+    """Return the domains to score, the new one first where it is scored; and whether it is."""
+    data = options.data
+    others = [] if options.eval_on is None else resolve_domains(options.eval_on, "test", options.data_dir)
+    if isinstance(data, str) and train.split is not None:
+        new = [resolve_domain(data, "test", options.data_dir)]
+    else:
+        new = [other for other in others if other.samples is train.samples]
+    names = {one.name for one in new}
+    return new + [other for other in others if other.name not in names], bool(new)

@@ -1,0 +1,91 @@
+"""A mending: the work of a plan, and its record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, cast
+
+from torch import Tensor
+
+from ewc_finetune.anchor.anchor import Anchor
+from ewc_finetune.anchor.heads import of_one_head
+from ewc_finetune.anchor.lineage import distinct, lineage_of
+from ewc_finetune.checkpoint.formats.state_dict import save_state_dict
+from ewc_finetune.checkpoint.open import LoadedModel
+from ewc_finetune.choices import LikelihoodName
+from ewc_finetune.curvature.options import ConsolidateOptions
+from ewc_finetune.mending.chart import chart
+from ewc_finetune.mending.choice import choose
+from ewc_finetune.mending.frontier import Measures, centre, places, put
+from ewc_finetune.mending.mended import Mended, Point
+from ewc_finetune.mending.plan import MendPlan
+from ewc_finetune.modules.devices import on_device, random_state_kept
+from ewc_finetune.progress import Silent
+from ewc_finetune.reporting.plots import draw_charts
+
+# Makes the anchor of a model that is open.
+Consolidate = Callable[[ConsolidateOptions, LoadedModel], Anchor]
+
+
+def run(todo: MendPlan, consolidate: Consolidate) -> Mended:
+    """Go through the ratios, take one, and write the model.
+
+    Args:
+        todo: The plan.
+        consolidate: Makes the anchor of the model on the new domain, where none is given.
+
+    Raises:
+        EwcError: if model, anchors and data do not suit each other. The model is left as it was then.
+        RetentionError: if no ratio keeps what must be kept.
+    """
+    options, loaded = todo.options, todo.loaded
+    new = todo.new or consolidate(_consolidation(todo), loaded)
+    anchors = of_one_head([*todo.old, new], loaded.metadata.head)
+    start = {name: tensor.clone() for name, tensor in loaded.model.state_dict().items() if isinstance(tensor, Tensor)}
+    try:
+        points, chosen, why = _mended(todo, anchors)
+    except BaseException:
+        loaded.model.load_state_dict(start, strict=False)
+        raise
+    loaded.model.eval()
+    if options.plot is not None:
+        draw_charts(Path(options.plot), [chart(points, chosen)], "Between old and new, without training")
+    if todo.output is not None:
+        _write(todo, todo.output, points[chosen].ratio or 0.0)
+    return Mended(loaded.model, tuple(points), chosen, why, todo.output)
+
+
+def _consolidation(todo: MendPlan) -> ConsolidateOptions:
+    """Ask for the anchor of the model on the new domain, with curvature of the kind that the newest old one has."""
+    options, old = todo.options, todo.old[-1].provenance
+    curvature: Literal["diagonal", "kfac"] = "kfac" if old.curvature == "kfac" else "diagonal"
+    return ConsolidateOptions(
+        todo.loaded.model, todo.domain, samples=options.samples, curvature=curvature, device=options.device,
+        data_dir=options.data_dir, progress=options.progress, likelihood=cast("LikelihoodName", old.likelihood),
+    )  # fmt: skip
+
+
+def _mended(todo: MendPlan, anchors: list[Anchor]) -> tuple[list[Point], int, str]:
+    """Measure the model at every place, and leave it at the one to take; return them, which it is, and why."""
+    options, model, points = todo.options, todo.loaded.model, list[Point]()
+    with on_device(model, todo.device), random_state_kept(todo.device):
+        measures = Measures.of(todo)
+        with options.progress.bar("mending", None, "model") as bar:
+            for place in places(options.ratios, anchors, options.progress):
+                put(model, place.weights)
+                points.append(measures.point(place.name, place.ratio))
+                bar.advance(1)
+        chosen, why = choose(points, options.retain)
+        # Found once more, for all weights at once would be as many models.
+        put(model, centre(points[chosen].ratio or 0.0, anchors, Silent()))
+    return points, chosen, why
+
+
+def _write(todo: MendPlan, output: Path, ratio: float) -> None:
+    """Write the mended model, with the anchors that have a part in it."""
+    loaded, metadata = todo.loaded, todo.loaded.metadata
+    lineage = distinct([*metadata.lineage, *lineage_of(todo.old, [ratio] * len(todo.old))])
+    save = save_state_dict if loaded.checkpoint is None else loaded.checkpoint.save
+    save(output, loaded.model, replace(metadata, lineage=lineage), overwrite=todo.options.overwrite)
