@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.anchor.probe_tensors import Probe
 from ewc_finetune.errors import UsageError
 
@@ -28,3 +31,12 @@ def held_out(probe: Probe, where: str) -> list[int]:
         )
     order = torch.randperm(probe.samples, generator=torch.Generator().manual_seed(probe.seed))
     return sorted(order[: max(_LEAST, probe.samples // _PART)].tolist())
+
+
+def with_held_out(anchor: Anchor) -> Anchor:
+    """Return an anchor with what is never rehearsed of its probes.
+
+    Raises:
+        UsageError: if too few would be left to rehearse.
+    """
+    return replace(anchor, probes=[probe.subset(held_out(probe, anchor.label)) for probe in anchor.probes])
