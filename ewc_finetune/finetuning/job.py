@@ -26,6 +26,7 @@ from ewc_finetune.modules.devices import on_device, random_state_kept
 from ewc_finetune.modules.heads import find_head
 from ewc_finetune.penalty.penalty import Penalty
 from ewc_finetune.progress import Progress, Silent
+from ewc_finetune.rehearsal.held_out import with_held_out
 from ewc_finetune.rehearsal.options import PROBES
 from ewc_finetune.rehearsal.rehearsal import Rehearsal
 from ewc_finetune.specs.patterns import matching
@@ -41,7 +42,7 @@ class Job:
         watched: The domains to score, as the model takes them.
         penalty: The penalty of the anchors; None without any.
         rehearsal: What is rehearsed; None where nothing is.
-        measured: The anchors with what is measured of their probes: all of them, or what is not rehearsed.
+        measured: The anchors with what is measured of their probes: all of them, or what is never rehearsed.
         frozen: Parameters that this run alone does not train.
         metadata: What is to be known of the model that is written.
         undoing: What puts a changed head back; closed when the job is done with, unless it was taken over.
@@ -124,14 +125,21 @@ def _matched(plan: Plan, strengths: Sequence[float], undoing: contextlib.ExitSta
         likelihood=plan.likelihood.name,
     )
     rehearsal = _rehearsal(plan, start, progress)
-    measured = anchors if rehearsal is None else rehearsal.measured
+    measured: Sequence[Anchor] = anchors
+    if rehearsal is not None:
+        measured = rehearsal.measured
+    elif plan.rehearsed:
+        measured = [with_held_out(anchor) for anchor in anchors]
+        progress.note(
+            "nothing is rehearsed; what is kept is measured by those inputs of the probes that rehearsal leaves out"
+        )
     return Job(start, new, watched, penalty, rehearsal, measured, frozen, metadata, undoing)
 
 
 def _rehearsal(plan: Plan, start: LoadedModel, progress: Progress) -> Rehearsal | None:
     """Return what is rehearsed, if anything is."""
     options = plan.options
-    if not plan.rehearsed:
+    if not plan.rehearsed or not options.rehearses:
         return None
     rehearsal = Rehearsal(
         start,

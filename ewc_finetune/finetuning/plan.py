@@ -35,6 +35,7 @@ from ewc_finetune.modules.devices import choose_device
 from ewc_finetune.modules.modes import normalisation_layers
 from ewc_finetune.penalty.quadratic import spread_lambdas
 from ewc_finetune.progress import Progress
+from ewc_finetune.rehearsal.options import PROBES
 from ewc_finetune.rehearsal.sources import resolve_sources
 from ewc_finetune.runs.idle import FINETUNE, say_idle
 from ewc_finetune.runs.record import Run, read_run, recover_run
@@ -161,7 +162,7 @@ def _strengths(options: FinetuneOptions, given: int, anchors: Sequence[Anchor]) 
         least = min((DEFAULT_LAMBDA[anchor.provenance.curvature] for anchor in anchors), default=1.0)
         return [DEFAULT_LAMBDA[anchor.provenance.curvature] / least for anchor in anchors]
     if lambdas is None:
-        part = BESIDE_REHEARSAL if options.rehearse else 1.0
+        part = BESIDE_REHEARSAL if options.rehearses else 1.0
         return [part * DEFAULT_LAMBDA[anchor.provenance.curvature] for anchor in anchors]
     # Without anchors a lambda does nothing, but a wrong one is still an error.
     return spread_lambdas(lambdas, given or 1)[:given]
@@ -172,7 +173,9 @@ def _rehearsed(options: FinetuneOptions, anchors: Sequence[Anchor]) -> list[Doma
     options.check_rehearsal()
     if options.head == "new" and options.rehearse and not options.anchors:
         raise UsageError("with --head new the old head answers what is rehearsed; name --anchors, which keep it")
-    return resolve_sources(options.rehearse, anchors, options.data_dir)
+    # Of what is not rehearsed only the probes have a part in the run: it is measured by them.
+    sources = [one for one in options.rehearse if options.rehearses or (isinstance(one, str) and one == PROBES)]
+    return resolve_sources(sources, anchors, options.data_dir)
 
 
 def _open_start(options: FinetuneOptions, anchors: Sequence[Anchor], domain: Domain) -> tuple[LoadedModel, bool]:

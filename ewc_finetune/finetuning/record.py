@@ -9,6 +9,7 @@ from typing import Any
 from ewc_finetune.finetuning.job import Job
 from ewc_finetune.finetuning.lambda_search import Search
 from ewc_finetune.finetuning.plan import Plan
+from ewc_finetune.rehearsal.held_out import held_out
 
 
 def findings(
@@ -37,10 +38,27 @@ def findings(
             "digest": identities["the digest of the data"],
         },
         "eval": [{"spec": one.name, "split": one.split, "size": one.size} for one in watched],
-        "rehearsed": [] if job.rehearsal is None else [memory.to_json() for memory in job.rehearsal.memories],
+        "rehearsed": _rehearsed(plan, job),
         "input": job.new.input_spec.to_json(),
         "likelihood": plan.likelihood.name,
         "norm_stats": plan.schedule.norm_stats,
         "lambda_search": None if search is None else search.to_json(),
         "identities": dict(identities),
     }
+
+
+def _rehearsed(plan: Plan, job: Job) -> list[dict[str, Any]]:
+    """Return what is rehearsed; where nothing is (`--rehearse-weight 0`), what the probes are measured by."""
+    if job.rehearsal is not None:
+        return [memory.to_json() for memory in job.rehearsal.memories]
+    return [
+        {
+            "teacher": anchor.label,
+            "data": probe.data,
+            "samples": 0,
+            "variations": 0,
+            "held_out": held_out(probe, anchor.label),
+        }
+        for anchor in (plan.anchors if plan.rehearsed else ())
+        for probe in anchor.probes
+    ]

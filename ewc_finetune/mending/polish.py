@@ -20,7 +20,7 @@ from ewc_finetune.finetuning.schedule import Schedule
 from ewc_finetune.mending.options import MendOptions
 from ewc_finetune.modules.batch import Batch
 from ewc_finetune.progress import OnlyBars, Silent
-from ewc_finetune.rehearsal.held_out import measured_part
+from ewc_finetune.rehearsal.held_out import with_held_out
 from ewc_finetune.rehearsal.options import PROBES
 
 
@@ -36,7 +36,7 @@ def measured(options: MendOptions, old: Sequence[Anchor]) -> list[Anchor]:
         UsageError: if a probe is too small for both.
     """
     asks = options.polish is not None and any(isinstance(one, str) and one == PROBES for one in rehearsed(options))
-    return [measured_part(anchor) for anchor in old] if asks else list(old)
+    return [with_held_out(anchor) for anchor in old] if asks else list(old)
 
 
 def plan_polish(options: MendOptions, loaded: LoadedModel, old: Sequence[Anchor], domain: Domain) -> Plan | None:

@@ -33,10 +33,10 @@ def held_out(probe: Probe, where: str) -> list[int]:
     return sorted(order[: max(_LEAST, probe.samples // _PART)].tolist())
 
 
-def measured_part(anchor: Anchor) -> Anchor:
-    """Return an anchor with the part of its probes that is never rehearsed, to measure by.
+def with_held_out(anchor: Anchor) -> Anchor:
+    """Return an anchor with what is never rehearsed of its probes.
 
     Raises:
-        UsageError: if a probe is too small for both.
+        UsageError: if too few would be left to rehearse.
     """
     return replace(anchor, probes=[probe.subset(held_out(probe, anchor.label)) for probe in anchor.probes])

@@ -29,7 +29,8 @@ class Rehearsing:
     )
     rehearse_weight: float = option(
         1.0,
-        "What the rehearsed samples of a step count, all together, beside 1 for the new ones.",
+        "What the rehearsed samples of a step count, all together, beside 1 for the new ones; 0 rehearses nothing, and "
+        "measures by what would not be.",
         metavar="X",
         setting="method",
     )
@@ -39,16 +40,21 @@ class Rehearsing:
 
     rehearse_variations: bool = option(
         True,
-        "Rehearse what is made of the inputs too: images moved a little, and mixtures of two, which the anchor's "
-        "weights answer.",
+        "Rehearse what is made of the inputs too: images moved and turned a little, and mixtures of two, "
+        "which the anchor's weights answer.",
         setting="method",
     )
+
+    @property
+    def rehearses(self) -> bool:
+        """Whether anything is rehearsed."""
+        return bool(self.rehearse) and self.rehearse_weight > 0
 
     def check_rehearsal(self) -> None:
         """Check what no declaration says.
 
         Raises:
-            UsageError: if the weight is no number above 0.
+            UsageError: if the weight is no number from 0 on.
         """
-        if not is_number(self.rehearse_weight) or self.rehearse_weight <= 0:
-            raise UsageError(f"rehearse weight is {self.rehearse_weight}; expected a finite number, more than 0")
+        if not is_number(self.rehearse_weight) or self.rehearse_weight < 0:
+            raise UsageError(f"rehearse weight is {self.rehearse_weight}; expected a finite number, at least 0")

@@ -38,7 +38,7 @@ class Rehearsal:
             datasets or loaders, of which labels are not looked at. Each has the same part of a batch.
         weight: What all rehearsed samples of a step count together, beside 1 for the new ones.
         batch_size: Inputs a step.
-        variations: Whether inputs are rehearsed too that are made of these: images moved a little, and mixtures of two,
+        variations: Whether inputs are rehearsed too that are made of these: images moved and turned, mixtures of two,
             with the answers of the anchor's weights.
         likelihood: What outputs mean; as the anchors say, else `categorical`, unless given.
         seed: The seed that draws the inputs.

@@ -30,7 +30,7 @@ from ewc_finetune.likelihood.registry import get_likelihood
 from ewc_finetune.likelihood.top_answers import TopAnswers
 from ewc_finetune.modules.heads import head_in_place
 from ewc_finetune.progress import Silent
-from ewc_finetune.rehearsal.held_out import held_out, measured_part
+from ewc_finetune.rehearsal.held_out import held_out, with_held_out
 from ewc_finetune.rehearsal.memory import Memory
 from ewc_finetune.rehearsal.options import PROBES
 from ewc_finetune.rehearsal.teacher import as_anchored
@@ -114,7 +114,7 @@ class Teachers:
             memories.append(
                 Memory(anchor.label, _joined(ours, more), likelihood, layer, tuple(left), ours.samples, probe.samples)
             )
-        return memories, measured_part(anchor)
+        return memories, with_held_out(anchor)
 
     def data(self, domain: Domain, likelihood: Likelihood, seed: int) -> Memory:
         """Return what is rehearsed of data, of which labels are not looked at.

@@ -65,7 +65,7 @@ class Outcome:
     @property
     def rehearsed(self) -> bool:
         """Whether old inputs were rehearsed."""
-        return bool(self.found.get("rehearsed"))
+        return any(memory.get("samples") != 0 for memory in self.found.get("rehearsed") or [])
 
     @property
     def held(self) -> bool:

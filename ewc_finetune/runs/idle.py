@@ -38,6 +38,11 @@ def _unrehearsed(options: Options) -> bool:
     return not options["rehearse"]
 
 
+def _weightless(options: Options) -> bool:
+    return bool(options["rehearse"]) and options["rehearse_weight"] == 0
+
+
+_WEIGHTLESS = "--rehearse-weight 0 rehearses nothing"
 _NOTHING_REHEARSED = "without --rehearse nothing is rehearsed"
 
 
@@ -66,6 +71,8 @@ FINETUNE = (
     Idle("rehearse_weight", _unrehearsed, _NOTHING_REHEARSED),
     Idle("rehearse_batch", _unrehearsed, _NOTHING_REHEARSED),
     Idle("rehearse_variations", _unrehearsed, _NOTHING_REHEARSED),
+    Idle("rehearse_batch", _weightless, _WEIGHTLESS),
+    Idle("rehearse_variations", _weightless, _WEIGHTLESS),
     Idle("workers", lambda o: not o["read"], "the data is in memory, or comes in batches of its own"),
     Idle("norm_stats", lambda o: not o["normalised"], "the model has no normalisation layers"),
     Idle("tensorboard", lambda o: o["output"] is None, "without an output there is no run folder to write to"),

@@ -50,8 +50,7 @@ class Point:
             "lambdas": [self.strength],
             "penalty_form": self.form,
             "seed": self.seed,
-            # What the others are compared with rehearses nothing, and keeps what it keeps.
-            **({"retain": None, "rehearse": ()} if self.strength == 0 else {}),
+            **({"retain": None} if self.strength == 0 else {}),
         }
 
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ewc_finetune.choices import PENALTY_FORMS, PenaltyForm
 from ewc_finetune.errors import UsageError
@@ -16,6 +16,9 @@ from ewc_finetune.rehearsal.options import Rehearsing
 from ewc_finetune.specs.command_options import Computing, Told
 from ewc_finetune.specs.options import option
 from ewc_finetune.specs.ranges import read_lambdas, read_seeds
+
+if TYPE_CHECKING:  # which is made of torch
+    from ewc_finetune.sweeps.grid import Point
 
 DEFAULT_LAMBDAS = (1.0, 10.0, 100.0, 1000.0, 10000.0)
 
@@ -107,12 +110,16 @@ class SweepOptions(Computing, Adapting, Schedule, Rehearsing, Grid, Starting, To
         False, "Replace runs in the folder that were made with other options.", filed=False, sound=True
     )
 
-    def of_run(self, **own: Any) -> FinetuneOptions:
+    def of_run(self, point: Point, **own: Any) -> FinetuneOptions:
         """Return the options of one of its runs.
 
         Args:
-            own: The options in which this run differs from the others.
+            point: Where in the grid it is.
+            own: Further options in which it differs from the others.
         """
         parts = (Told, Starting, Schedule, Rehearsing, Adapting, Computing)
         shared = {one.name: getattr(self, one.name) for part in parts for one in fields(part)}
-        return FinetuneOptions(**{**shared, **own})
+        if self.rehearse and point.strength == 0:
+            # What the others are compared with rehearses nothing, and is measured by the same inputs as they are.
+            shared["rehearse_weight"] = 0.0
+        return FinetuneOptions(**{**shared, **point.options, **own})

@@ -89,7 +89,7 @@ def plan(options: SweepOptions) -> SweepPlan:
     points = grid(stacks, options.lambdas, options.penalty_forms, options.seeds, options.plain)
     if options.jobs > 1:
         for point in points:
-            arguments_of(options.of_run(**point.options))  # refuses what no command line can say
+            arguments_of(options.of_run(point))  # refuses what no command line can say
     check_sweep_folder(path)
     recover(path.parent, progress.note)
     recover(path, progress.note)
@@ -160,7 +160,7 @@ def _looks(points: Sequence[Point], options: SweepOptions, place: Path) -> dict[
         key = (point.stack, point.form)
         if key in looks:
             continue
-        tried = options.of_run(**point.options, output=place, progress=told)
+        tried = options.of_run(point, output=place, progress=told)
         try:
             looks[key] = cost(plan_run(tried))
         except NonFiniteError:  # a lambda may be too large, which its run will say
@@ -217,7 +217,7 @@ def _differing(swept: SweepPlan, run: Run, point: Point | None) -> list[str]:
     ignored = {*SOUND, "tolerance", "output"} | (_VARIED if others else set())
     if plain and finished:  # anchors have no part in plain fine-tuning
         ignored = {*ignored, "anchors"}
-    now = asked(options.of_run(**like.options))
+    now = asked(options.of_run(like))
     texts = [
         text for name, text in differences(now, asked_then(run.document["options"])).items() if name not in ignored
     ]
@@ -239,7 +239,7 @@ def _job(swept: SweepPlan, point: Point, goes_on: bool) -> Job:
     path = swept.folder.path
     resume = path / f"{point.name}.run" if goes_on else None
     output = path / f"{point.name}{swept.ending}"
-    return Job(point.name, swept.options.of_run(**point.options, output=output, overwrite=True, resume=resume))
+    return Job(point.name, swept.options.of_run(point, output=output, overwrite=True, resume=resume))
 
 
 def _check_places(folder: SweepFolder, todo: Sequence[Job]) -> None:

@@ -178,7 +178,7 @@ def test_polish_goes_on_from_the_mended_weights(forgot, old, tmp_path, monkeypat
     assert f"lambda {polished.ratio:g}, steps of polish 40" in describe.ancestor(again.provenance.lineage[0])
     assert ("trained under", f"old (lambda {polished.ratio}, 40 steps of polish)") in inspect_checkpoint(
         tmp_path / "m.pt"
-    ).facts()
+    ).facts
     assert all(p.requires_grad and p.grad is None for p in done.model.parameters())
 
 

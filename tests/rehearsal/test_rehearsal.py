@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 import ewc_finetune as ewc
 from ewc_finetune.anchor.probe_tensors import Probe
 from ewc_finetune.errors import AnchorMismatchError, DataError, UsageError
+from ewc_finetune.evaluation.probe import measure
 from ewc_finetune.likelihood.active import Active
 from ewc_finetune.likelihood.categorical import PerToken
 from ewc_finetune.likelihood.registry import get_likelihood
@@ -229,13 +230,13 @@ def test_a_run_keeps_more_and_says_what_was_rehearsed(model, anchor, tmp_path):
         progress=notes,
     )
     assert done.after[0].accuracy > finetuned(model, anchor).after[0].accuracy + 0.05
-    assert "60 of 80 inputs of data are rehearsed, with 4,096 variations of them, answered by" in str(notes)
+    assert "60 of 80 inputs of data are rehearsed, with 16,384 variations of them, answered by" in str(notes)
     assert "what is kept is measured by the other 20" in str(notes)
     (kept,) = done.retention
     assert kept.samples == 20
     document = json.loads((tmp_path / "m.run" / "run.json").read_text())
     (record,) = document["found"]["rehearsed"]
-    assert record["variations"] == 4096
+    assert record["variations"] == 16_384
     assert record["samples"] == 60
     assert record["held_out"] == held_out(ewc.Anchor.load(anchor).probes[0], "a")
     assert all("rehearsed" in line for line in done.history if "loss" in line)
@@ -269,7 +270,7 @@ def test_without_an_anchor_the_model_itself_teaches(model):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"rehearse_weight": -1.0}, UsageError, "rehearse weight is -1.0; expected a finite number, more than 0"),
+        ({"rehearse_weight": -1.0}, UsageError, "rehearse weight is -1.0; expected a finite number, at least 0"),
         ({"rehearse_weight": math.nan}, UsageError, "rehearse weight is nan"),
         ({"rehearse_batch": 0}, UsageError, "rehearse batch is 0"),
         ({"rehearse": [TensorDataset(torch.zeros(3, 7))]}, DataError, "samples have shape 7; the model takes 4"),
@@ -280,6 +281,21 @@ def test_without_an_anchor_the_model_itself_teaches(model):
 def test_what_cannot_be(model, anchor, options, error, message):
     with pytest.raises(error, match=message):
         finetuned(model, **{"anchor": anchor, "rehearse": ["probes"], "epochs": 1, **options})
+
+
+def test_a_weight_of_0_rehearses_nothing_and_measures_by_the_same(model, anchor, tmp_path):
+    notes = Notes()
+    common = {"epochs": 2, "rehearse": ["probes", OLD], "output": tmp_path / "m.pt", "architecture": "x:Y"}
+    done = finetuned(model, anchor, rehearse_weight=0.0, rehearse_batch=7, progress=notes, **common)
+    plain = finetuned(model, anchor, epochs=2)
+    for one, other in zip(done.model.parameters(), plain.model.parameters(), strict=True):
+        assert one.equal(other)
+    (probe,) = ewc.Anchor.load(anchor).probes
+    assert done.retention == [
+        measure(plain.model, probe.subset(held_out(probe, "a")), torch.device("cpu"), anchor=done.retention[0].anchor)
+    ]
+    assert not any("rehearsed" in line for line in done.history)
+    assert "--rehearse-batch does nothing: --rehearse-weight 0 rehearses nothing" in str(notes)
 
 
 def test_less_lambda_is_needed(model, anchor, tmp_path):

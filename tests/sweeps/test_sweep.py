@@ -342,6 +342,24 @@ def test_stacks_forms_and_probes(job, tmp_path):
     assert {line[0] for line in done.tradeoff.lines()} >= {"plain", "kfac, proximal", "diagonal+kfac, gradient"}
 
 
+def test_all_runs_beside_rehearsal_are_measured_by_the_same_inputs(job, tmp_path):
+    model, _, _ = job
+    probed = ewc.consolidate(model, blobs(0), probe=80)
+    swept(job, tmp_path / "s", anchors=probed, rehearse=["probes", blobs(0)], rehearse_batch=8)
+    runs = {
+        name: json.loads((tmp_path / "s" / f"{name}.run" / "run.json").read_text()) for name in names(tmp_path / "s")
+    }
+    assert len(runs) == 3
+    assert {kept["samples"] for run in runs.values() for kept in run["retention"]} == {16}
+    held_out = [run["found"]["rehearsed"][0]["held_out"] for run in runs.values()]
+    assert held_out[0] == held_out[1] == held_out[2]
+    plain = runs.pop("plain")
+    assert plain["options"]["rehearse-weight"] == 0
+    assert [memory["samples"] for memory in plain["found"]["rehearsed"]] == [0]
+    assert not outcome_of(read_run(tmp_path / "s" / "plain.run")).rehearsed
+    assert all(outcome_of(read_run(tmp_path / "s" / f"{name}.run")).rehearsed for name in runs)
+
+
 def test_a_dry_run_writes_nothing(job, tmp_path):
     model, anchor, options = job
     found = ewc.dry_run(ewc.sweep, model, blobs(2, shift=1), anchors=anchor, output=tmp_path / "s", **options)
