@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from ewc_finetune.checkpoint.formats.state_dict import StateDict, save_state_dict
 from ewc_finetune.checkpoint.open import LoadedModel
+from ewc_finetune.data.texts import Generated
 from ewc_finetune.errors import OccupiedError, RetentionError, StorageError
 from ewc_finetune.evaluation.retention import meters
 from ewc_finetune.finetuning.aims import what_keeps_more
@@ -55,6 +56,7 @@ def run(todo: Plan) -> Finetuned:
         if todo.output is not None:
             identities = todo.identify()
             folder = closing.enter_context(_under_way(todo, todo.output, identities))
+            todo = _keeping_generated(todo, folder)
         search, strengths = None, todo.strengths
         if options.lambdas == "auto":
             search = search_by_trials(todo, _short_run, folder)
@@ -233,6 +235,17 @@ def _folder(todo: Plan, output: Path, identities: Mapping[str, Any]) -> RunFolde
         folder.stop("interrupted")
         raise
     return folder
+
+
+def _keeping_generated(todo: Plan, folder: RunFolder) -> Plan:
+    """Have what is generated to be rehearsed kept in the run folder, which reads it when the run goes on."""
+    rehearsed = [
+        replace(domain, samples=replace(domain.samples, kept=folder.generated(number)))
+        if domain is not None and isinstance(domain.samples, Generated)
+        else domain
+        for number, domain in enumerate(todo.rehearsed, 1)
+    ]
+    return replace(todo, rehearsed=rehearsed)
 
 
 @contextlib.contextmanager
