@@ -31,6 +31,7 @@ class RunObserver:
         sinks: Where the log goes, beside `history`.
         retain: The share of the answers to the probes that must stay, if any.
         progress: Is told what happens.
+        advice: What helps where less than that stays.
 
     Attributes:
         history: The lines of the log so far.
@@ -45,9 +46,10 @@ class RunObserver:
         sinks: Sequence[Sink],
         retain: float | None,
         progress: Progress,
+        advice: str = "",
     ) -> None:
         self.readings, self.checkpoints, self.sinks = readings, checkpoints, sinks
-        self.retain, self.progress = retain, progress
+        self.retain, self.progress, self.advice = retain, progress, advice
         self.history: list[dict[str, Any]] = []
         self.before: list[Score] = []
         self.seconds = 0.0
@@ -133,8 +135,7 @@ class RunObserver:
         if lost:
             raise RetentionError(
                 f"after step {step:,} the model gives {lost[0].unchanged:.1%} of its old answers to the probe of "
-                f"{lost[0].data} in {lost[0].anchor}, and {self.retain:.1%} are to be kept. Use a larger --lambda "
-                "(auto looks for one), or a smaller --retain"
+                f"{lost[0].data} in {lost[0].anchor}, and {self.retain:.1%} are to be kept. {self.advice}"
             )
 
     def _score(self, epoch: int, step: int) -> list[Score]:
