@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from kfac import DIAGONAL, KFAC, SAMPLES, SETTINGS
 from matplotlib.axes import Axes
@@ -210,7 +211,7 @@ def draw(found: dict[str, list[Point]], path: Path) -> None:
     rows = 1 + (len(found) > 2)
     columns = max(1, -(-len(found) // rows))
     figure = Figure(figsize=(5 * columns, 4.2 * rows), layout="constrained")
-    figure.suptitle("MNIST, then Fashion-MNIST, then mended (numbers: ratio of old to new; ring: the knee)")
+    figure.suptitle("MNIST, then Fashion-MNIST, then mended\n(numbers: ratio of old to new; ring: the knee)")
     panels = figure.subplots(rows, columns, squeeze=False).flat
     for axes, (name, points) in zip(panels, found.items(), strict=False):
         known = means(points)
@@ -219,10 +220,21 @@ def draw(found: dict[str, list[Point]], path: Path) -> None:
         axes.plot(*known[PLAIN, ""], "X", color="k", ms=7, label=PLAIN)
         axes.plot(*known[REHEARSED, ""], "P", color="0.4", ms=8, label=f"then {STEPS} steps rehearsed, not mended")
         axes.plot(*known[KFAC, POLISHED], "*", color="C3", ms=12, label=f"K-FAC, {POLISHED}")
+        # Equal ratios of errors are equal distances, for most of what there is to see lies beyond 90%.
+        axes.set_xscale("function", functions=(lambda x: -np.log(100.01 - x), lambda y: 100.01 - np.exp(-y)))
+        axes.set_xticks([50, 80, 90, 95, 97, 98, 99])
         axes.set(title=SETTINGS[name].title, xlabel="accuracy on MNIST, %", ylabel="accuracy on Fashion-MNIST, %")
+        highest = max(learned for _, learned in known.values())
+        axes.set(xlim=(known[PLAIN, ""][0] - 5, 99.3), ylim=(highest - 24, highest + 2))
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.legend(
+        *axes.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=3 if columns > 1 else 1,
+        frameon=False,
+        fontsize=9,
+    )
     figure.savefig(path, dpi=120)
 
 
@@ -231,7 +243,12 @@ def curve(axes: Axes, known: dict[str, tuple[float, float]], style: str, color: 
     places = {place: value for place, value in known.items() if place[0].isdigit()}
     axes.plot(*zip(*places.values(), strict=True), style, color=color, ms=5, label=label)
     for place, position in places.items():
-        axes.annotate(place, position, xytext=(4, 4), textcoords="offset points", fontsize=7, color=color)
+        away = {DIAGONAL: (4, 4), KFAC: (-3, -11), MEAN: (6, -3)}[label]
+        if place == "0.03":  # there is no room for it, and the others say which it is
+            continue
+        axes.annotate(
+            place, position, xytext=away, textcoords="offset points", fontsize=7, color=color, annotation_clip=True
+        )
     if KNEE in known:
         axes.plot(*known[KNEE], "o", color=color, ms=13, fillstyle="none")
 
