@@ -159,7 +159,8 @@ def test_mending(tmp_path, data_dir):
 def test_merging(tmp_path, data_dir):
     table = run("published/merging.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
     methods = [row.split(" | ")[0].removeprefix("| ") for row in table.splitlines() if row.startswith("| ")][1:]
-    assert methods[-3:] == ["centre of the anchors, diagonal", "centre of the anchors, K-FAC", "RegMean"]
+    centres = [f"centre of the anchors, {penalty}" for penalty in ("diagonal", "K-FAC", "K-FAC, whole factors")]
+    assert methods[-4:] == ["RegMean", *centres]
     rows = list(csv.DictReader((tmp_path / "transformer.csv").read_text().splitlines()))
     assert [row["scale"] for row in rows if row["method"] == "TIES"] == ["0.3", "0.5", "1.0"]
 

@@ -1,15 +1,16 @@
 """What mending brings back: MNIST, then Fashion-MNIST without any penalty, then `mend`.
 
 The four settings of kfac.py, three seeds each. The network is trained on MNIST and consolidated (10,000 samples; a
-probe of 256 inputs), with a diagonal and with K-FAC blocks, then trained plainly on Fashion-MNIST and mended: at every
-ratio that `mend` tries, at the knee that it takes when it goes by the probe alone, and at the knee of K-FAC polished
-for 200 steps. Beside them are plain means of the weights, and 200 such steps without mending.
+probe of 256 inputs), with a diagonal and with K-FAC blocks (as they are stored by default, cut to 99% of their trace,
+and whole), then trained plainly on Fashion-MNIST and mended: at every ratio that `mend` tries, at the knee that it
+takes when it goes by the probe alone, and at the knee of K-FAC polished for 200 steps. Beside them are plain means of
+the weights, and 200 such steps without mending.
 
     OMP_NUM_THREADS=1 python examples/published/mending.py --settings convolutional      about ten minutes
     python examples/published/mending.py --quick                                         a minute, to see that it runs
 
 Writes a CSV for each setting, and of what is there mending.md and mending.png, to --output (the folder mending beside
-this file). Seeds that are in the CSV already are not run again.
+this file). What is in the CSV already is not run again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,12 @@ from torch import nn
 import ewc_finetune as ewc
 from ewc_finetune.mending.choice import choose
 
-CURVATURES = {DIAGONAL: "diagonal", KFAC: "kfac"}
+WHOLE = "K-FAC, whole factors"
+CURVATURES = {
+    DIAGONAL: {},
+    KFAC: {"curvature": "kfac"},
+    WHOLE: {"curvature": "kfac", "kfac_rank": "full"},
+}
 PROBE, STEPS = 256, 200
 PLAIN, MEAN, REHEARSED = (
     "fine-tuned plainly",
@@ -68,13 +74,12 @@ def main() -> None:
         path = options.output / f"{name}.csv"
         points = read(path)
         for seed in options.seeds:
-            if any(point.seed == seed for point in points):
-                continue
-            for point in run_seed(name, seed, options):
+            done = {point[:2] for point in points if point.seed == seed}
+            for point in run_seed(name, seed, done, options):
                 print(f"{name}: {point}", flush=True)
                 points.append(point)
-            with path.open("w", newline="") as file:
-                csv.writer(file, lineterminator="\n").writerows([Point._fields, *points])
+                with path.open("w", newline="") as file:
+                    csv.writer(file, lineterminator="\n").writerows([Point._fields, *points])
     found = {name: points for name in SETTINGS if (points := read(options.output / f"{name}.csv"))}
     table = table_of(found)
     (options.output / "mending.md").write_text(table)
@@ -132,40 +137,48 @@ def anchor(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.safetensors"
         ewc.consolidate(
-            model, data(domain, options), curvature=CURVATURES[penalty], samples=samples, probe=probe, output=path,
+            model, data(domain, options), **CURVATURES[penalty], samples=samples, probe=probe, output=path,
             seed=seed, data_dir=options.data_dir,
         )  # fmt: skip
         return ewc.Anchor.load(path)
 
 
-def run_seed(name: str, seed: int, options: argparse.Namespace) -> Iterator[Point]:
-    """Train on MNIST and on Fashion-MNIST, then mend in every way."""
+def run_seed(name: str, seed: int, done: set[tuple[str, str]], options: argparse.Namespace) -> Iterator[Point]:
+    """Train on MNIST and on Fashion-MNIST, then mend in every way that is not there yet."""
+    if {(REHEARSED, ""), *((penalty, KNEE) for penalty in CURVATURES)} <= done:
+        return
     start, forgot = (network(name, seed, domain, options) for domain in ("mnist", "fmnist"))
     mnist, fmnist = data("mnist", options), data("fmnist", options)
 
     def accuracies(model: nn.Module) -> tuple[float, float]:
         return tuple(score.accuracy for score in ewc.evaluate(model, [mnist, fmnist], data_dir=options.data_dir))
 
-    yield Point(PLAIN, "", seed, *accuracies(forgot))
+    if (PLAIN, "") not in done:
+        yield Point(PLAIN, "", seed, *accuracies(forgot))
     for penalty in CURVATURES:
+        if (penalty, KNEE) in done:
+            continue
         old = anchor(start, "mnist", penalty, seed, options, PROBE)
         given = {"anchors": old, "anchor_of_new": anchor(forgot, "fmnist", penalty, seed, options)}
         given["data_dir"] = options.data_dir
         tried = ewc.mend(copy.deepcopy(forgot), fmnist, eval_on=[mnist], **given)
+        # As `mend` chooses where the probe alone tells what is kept.
+        chosen, _ = choose([replace(point, kept=point.retention[0].unchanged) for point in tried.points], None)
+        knee = tried.points[chosen]
+        if penalty == KFAC:
+            steps = 2 if options.quick else STEPS
+            polished = ewc.mend(copy.deepcopy(forgot), fmnist, ratios=[knee.ratio], polish=steps, **given)
+            yield Point(penalty, POLISHED, seed, *accuracies(polished.model))
         for point in tried.points:
             learned, kept = (score.accuracy for score in point.scores)
             if point.ratio is not None:
                 yield Point(penalty, f"{point.ratio:g}", seed, kept, learned)
             elif penalty == DIAGONAL and "%" in point.name:
                 yield Point(MEAN, point.name.partition(" ")[0], seed, kept, learned)
-        # As `mend` chooses where the probe alone tells what is kept.
-        chosen, _ = choose([replace(point, kept=point.retention[0].unchanged) for point in tried.points], None)
-        knee = tried.points[chosen]
         yield Point(penalty, KNEE, seed, *(score.accuracy for score in reversed(knee.scores)))
-        if penalty == KFAC:
-            steps = 2 if options.quick else STEPS
-            polished = ewc.mend(copy.deepcopy(forgot), fmnist, ratios=[knee.ratio], polish=steps, **given)
-            yield Point(penalty, POLISHED, seed, *accuracies(polished.model))
+    if (REHEARSED, "") in done:
+        return
+    old = anchor(start, "mnist", DIAGONAL, seed, options, PROBE)
     few = f"fmnist?limit={200 if options.quick else 100 * STEPS}"
     rehearsed = {"anchors": old, "lambdas": 0.0, "rehearse": ["probes"], "epochs": 1, "eval_on": []}
     ewc.finetune(forgot, few, seed=seed, data_dir=options.data_dir, **rehearsed)
@@ -201,7 +214,8 @@ def table_of(found: dict[str, list[Point]]) -> str:
     rows += ["|---|" + "---|" * len(columns)]
     for way, place in ROWS:
         told = {MEAN: f", {place} of the way"}.get(way, f", {place} to 1" if place[:1].isdigit() else f", {place}")
-        cells = [f"{kept:.1f} / {learned:.1f}" for kept, learned in (known[way, place] for known in columns.values())]
+        found_here = [known.get((way, place)) for known in columns.values()]
+        cells = ["" if one is None else f"{one[0]:.1f} / {one[1]:.1f}" for one in found_here]
         rows.append(f"| {way}{told if place else ''} | " + " | ".join(cells) + " |")
     return "\n".join(rows) + "\n"
 
@@ -215,7 +229,12 @@ def draw(found: dict[str, list[Point]], path: Path) -> None:
     panels = figure.subplots(rows, columns, squeeze=False).flat
     for axes, (name, points) in zip(panels, found.items(), strict=False):
         known = means(points)
-        for way, style, color in ((MEAN, "^--", "0.6"), (DIAGONAL, "o-", "C0"), (KFAC, "s-", "C1")):
+        for way, style, color in (
+            (MEAN, "^--", "0.6"),
+            (DIAGONAL, "o-", "C0"),
+            (KFAC, "s-", "C1"),
+            (WHOLE, "D-", "C2"),
+        ):
             curve(axes, {place: value for (of, place), value in known.items() if of == way}, style, color, way)
         axes.plot(*known[PLAIN, ""], "X", color="k", ms=7, label=PLAIN)
         axes.plot(*known[REHEARSED, ""], "P", color="0.4", ms=8, label=f"then {STEPS} steps rehearsed, not mended")
@@ -241,9 +260,11 @@ def draw(found: dict[str, list[Point]], path: Path) -> None:
 def curve(axes: Axes, known: dict[str, tuple[float, float]], style: str, color: str, label: str) -> None:
     """Draw the places of one way, with a ring at the knee."""
     places = {place: value for place, value in known.items() if place[0].isdigit()}
+    if not places:
+        return
     axes.plot(*zip(*places.values(), strict=True), style, color=color, ms=5, label=label)
     for place, position in places.items():
-        away = {DIAGONAL: (4, 4), KFAC: (-3, -11), MEAN: (6, -3)}[label]
+        away = {DIAGONAL: (4, 4), KFAC: (-3, -11), WHOLE: (-3, -11), MEAN: (6, -3)}[label]
         if place == "0.03":  # there is no room for it, and the others say which it is
             continue
         axes.annotate(

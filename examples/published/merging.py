@@ -9,8 +9,8 @@ models"); and as the centre of their anchors, 1 to 1, with `merge`. Anchors and 
     OMP_NUM_THREADS=1 python examples/published/merging.py --settings convolutional      about five minutes
     python examples/published/merging.py --quick                                       half a minute, to see it run
 
-Writes a CSV for each setting, and of what is there merging.md, to --output (the folder merging beside this file). Seeds
-that are in the CSV already are not run again.
+Writes a CSV for each setting, and of what is there merging.md, to --output (the folder merging beside this file). What
+is in the CSV already is not run again.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from kfac import DIAGONAL, KFAC, SAMPLES, SETTINGS
-from mending import anchor, data, network, parse_arguments
+from kfac import DIAGONAL, SAMPLES, SETTINGS
+from mending import CURVATURES, anchor, data, network, parse_arguments
 from torch import Tensor, nn
 
 import ewc_finetune as ewc
@@ -35,7 +35,8 @@ from ewc_finetune.data.sources import load_domain
 Weights = dict[str, Tensor]
 # Task vectors are tried at these lengths; the best is taken, by the mean accuracy over the seeds on the test images.
 SCALES = (0.3, 0.5, 1.0)
-ARITHMETIC, TIES = "task arithmetic", "TIES"
+ARITHMETIC, TIES, REGMEAN = "task arithmetic", "TIES", "RegMean"
+CENTRES = {f"centre of the anchors, {penalty}": penalty for penalty in CURVATURES}
 # The share of a task vector that TIES keeps, and what RegMean leaves of the Gram matrices beside their diagonals.
 TRIMMED, OFF_DIAGONAL = 0.2, 0.9
 
@@ -56,21 +57,22 @@ def main() -> None:
         path = options.output / f"{name}.csv"
         points = read(path)
         for seed in options.seeds:
-            if any(point.seed == seed for point in points):
-                continue
-            for point in run_seed(name, seed, options):
+            done = {point.method for point in points if point.seed == seed}
+            for point in run_seed(name, seed, done, options):
                 print(f"{name}: {point}", flush=True)
                 points.append(point)
-            with path.open("w", newline="") as file:
-                csv.writer(file, lineterminator="\n").writerows([Point._fields, *points])
+                with path.open("w", newline="") as file:
+                    csv.writer(file, lineterminator="\n").writerows([Point._fields, *points])
     found = {name: points for name in SETTINGS if (points := read(options.output / f"{name}.csv"))}
     table = table_of(found)
     (options.output / "merging.md").write_text(table)
     print(f"\n{table}")
 
 
-def run_seed(name: str, seed: int, options: argparse.Namespace) -> Iterator[Point]:
-    """Train three networks, and merge two of them in every way."""
+def run_seed(name: str, seed: int, done: set[str], options: argparse.Namespace) -> Iterator[Point]:
+    """Train three networks, and merge two of them in every way that is not there yet."""
+    if {REGMEAN, *CENTRES} <= done:
+        return
     domains = ("turned", "fmnist")
     base = network(name, seed, "mnist", options)
     models = [network(name, seed, domain, options) for domain in domains]
@@ -83,21 +85,24 @@ def run_seed(name: str, seed: int, options: argparse.Namespace) -> Iterator[Poin
         return Point(method, scale, seed, *(score.accuracy for score in scores))
 
     start, *ends = (dict(network.named_parameters()) for network in (base, *models))
-    with torch.no_grad():
-        for letter, weights in zip("AB", ends, strict=True):
-            yield point(f"{letter} alone", weights)
-        mean = {n: sum(weights[n] for weights in ends) / len(ends) for n in start}
-        yield point("mean of the weights", mean)
-        vectors = [{n: weights[n] - start[n] for n in start} for weights in ends]
-        for method, direction in ((ARITHMETIC, total(vectors)), (TIES, ties(vectors))):
-            for scale in SCALES:
-                yield point(method, {n: start[n] + scale * direction[n] for n in start}, scale)
-    for penalty in (DIAGONAL, KFAC):
-        anchors = [anchor(one, domain, penalty, seed, options) for one, domain in zip(models, domains, strict=True)]
-        yield point(f"centre of the anchors, {penalty}", dict(ewc.merge(anchors).weights))
-    spec = InputSpec.read(anchors[0].provenance.input)
-    grams = [grams_of(one, domain, spec, options) for one, domain in zip(models, domains, strict=True)]
-    yield point("RegMean", mean | regmean(ends, grams))
+    mean = {n: sum(weights[n].detach() for weights in ends) / len(ends) for n in start}
+    if ARITHMETIC not in done:
+        with torch.no_grad():
+            for letter, weights in zip("AB", ends, strict=True):
+                yield point(f"{letter} alone", weights)
+            yield point("mean of the weights", mean)
+            vectors = [{n: weights[n] - start[n] for n in start} for weights in ends]
+            for method, direction in ((TIES, ties(vectors)), (ARITHMETIC, total(vectors))):
+                for scale in SCALES:
+                    yield point(method, {n: start[n] + scale * direction[n] for n in start}, scale)
+    for method, penalty in CENTRES.items():
+        if method not in done:
+            anchors = [anchor(one, of, penalty, seed, options) for one, of in zip(models, domains, strict=True)]
+            yield point(method, dict(ewc.merge(anchors).weights))
+    if REGMEAN not in done:
+        spec = InputSpec.read(anchor(base, "mnist", DIAGONAL, seed, options).provenance.input)
+        grams = [grams_of(one, of, spec, options) for one, of in zip(models, domains, strict=True)]
+        yield point(REGMEAN, mean | regmean(ends, grams))
 
 
 def total(vectors: Sequence[Weights]) -> Weights:
@@ -190,9 +195,12 @@ def table_of(found: dict[str, list[Point]]) -> str:
     columns = {name: best(points) for name, points in found.items()}
     rows = ["| turned / Fashion: mean, % | " + " | ".join(SETTINGS[name].title for name in columns) + " |"]
     rows += ["|---|" + "---|" * len(columns)]
-    for method in dict.fromkeys(method for known in columns.values() for method in known):
+    for method in ("A alone", "B alone", "mean of the weights", ARITHMETIC, TIES, REGMEAN, *CENTRES):
         cells = []
         for known in columns.values():
+            if method not in known:
+                cells.append("")
+                continue
             turned, fashion, scale = known[method]
             at = f" (at {scale:g})" if scale else ""
             cells.append(f"{turned:.1f} / {fashion:.1f}: {(turned + fashion) / 2:.1f}{at}")
