@@ -244,16 +244,12 @@ def draw(found: dict[str, list[Point]], path: Path) -> None:
         axes.set_xticks([50, 80, 90, 95, 97, 98, 99])
         axes.set(title=SETTINGS[name].title, xlabel="accuracy on MNIST, %", ylabel="accuracy on Fashion-MNIST, %")
         highest = max(learned for _, learned in known.values())
-        axes.set(xlim=(known[PLAIN, ""][0] - 5, 99.3), ylim=(highest - 24, highest + 2))
+        axes.set(xlim=(known[PLAIN, ""][0] - 5, 98.8), ylim=(highest - 24, highest + 2))
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
-    figure.legend(
-        *axes.get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=3 if columns > 1 else 1,
-        frameon=False,
-        fontsize=9,
-    )
+    shown = {line.get_label(): line for axes in figure.axes for line in axes.get_legend_handles_labels()[0]}
+    columns = 3 if columns > 1 else 1
+    figure.legend(handles=shown.values(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     figure.savefig(path, dpi=120)
 
 
@@ -264,7 +260,7 @@ def curve(axes: Axes, known: dict[str, tuple[float, float]], style: str, color: 
         return
     axes.plot(*zip(*places.values(), strict=True), style, color=color, ms=5, label=label)
     for place, position in places.items():
-        away = {DIAGONAL: (4, 4), KFAC: (-3, -11), WHOLE: (-3, -11), MEAN: (6, -3)}[label]
+        away = {DIAGONAL: (4, 4), KFAC: (-3, -11), WHOLE: (-1, 6), MEAN: (6, -3)}[label]
         if place == "0.03":  # there is no room for it, and the others say which it is
             continue
         axes.annotate(
