@@ -33,6 +33,9 @@ class Mending:
         metavar="DATA",
     )
     _: KW_ONLY
+    architecture: str | None = option(
+        None, "What to build for a checkpoint that doesn't say.", name="arch", metavar="ARCH", code="architecture"
+    )
     anchors: Anchor | str | Path | Sequence[Anchor | str | Path] = option(
         (), "An anchor of what was forgotten; repeatable, oldest first.", required=True, many=True, path="file"
     )

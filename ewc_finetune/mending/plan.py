@@ -90,7 +90,7 @@ def plan(options: MendOptions) -> MendPlan:
         domain = resolve_domain(options.data, "train", options.data_dir)
         scored, has_new = _scored(options, domain)
     with mistakes.noted():
-        loaded = open_model(options.model, None, trust_code=options.trust_code)
+        loaded = open_model(options.model, options.architecture, trust_code=options.trust_code)
     mistakes.check()
     loaded = informed(loaded, old)
     named = dict(loaded.model.named_parameters())
@@ -110,6 +110,9 @@ def plan(options: MendOptions) -> MendPlan:
     known = new if isinstance(new, Anchor) else None
     polish = plan_polish(options, loaded, old, domain)
     left = measured(options, old)
+    had, others = (sum(probe.samples for one in held for probe in one.probes) for held in (old, left))
+    if others < had:
+        progress.note(f"what is kept is measured by {others:,} of {had:,} inputs in probes: the others are rehearsed")
     return MendPlan(options, loaded, old, known, domain, scored, has_new, device, left, polish, output)
 
 

@@ -16,7 +16,7 @@ from ewc_finetune.checkpoint.open import open_model
 from ewc_finetune.checkpoint.summary import inspect_checkpoint
 from ewc_finetune.commands import consolidate
 from ewc_finetune.curvature.options import ConsolidateOptions
-from ewc_finetune.errors import RetentionError, StorageError, UsageError
+from ewc_finetune.errors import ArchitectureError, RetentionError, StorageError, UsageError
 from ewc_finetune.finetuning.trainer import Trainer
 from ewc_finetune.mending import plan as mending_plan
 from ewc_finetune.mending import run as mending_run
@@ -130,9 +130,18 @@ def test_nothing_to_measure_by(forgot, start, tmp_path):
             mend(forgot, bare, ratios=[wrong])
 
 
+def test_weights_alone_take_an_architecture(forgot, old, tmp_path):
+    torch.save(forgot.state_dict(), tmp_path / "bare.pt")
+    with pytest.raises(ArchitectureError, match="Name it with --arch"):
+        ewc.mend(tmp_path / "bare.pt", NEW, anchors=old)
+    done = ewc.mend(tmp_path / "bare.pt", NEW, anchors=old, ratios=[1.0], architecture=LOUD, output=tmp_path / "m.pt")
+    assert done.output.is_file()
+
+
 def test_it_says_things_once(forgot, old):
     notes = Notes()
-    mend(forgot, old, ratios=[0.3, 1.0], progress=notes)
+    mend(forgot, old, ratios=[0.3, 1.0], polish=2, progress=notes)
+    assert notes.about("what is kept is measured by 20 of 80 inputs in probes: the others are rehearsed")
     assert len(notes.lines) == len(set(notes.lines))
 
 
@@ -172,6 +181,7 @@ def test_polish_goes_on_from_the_mended_weights(forgot, old, tmp_path, monkeypat
     curve = chart.curves[1]
     assert (curve.name, curve.labels, curve.points) == ("polished", ["40 steps"], [(polished.learned, polished.kept)])
     assert chart.chosen == (polished.learned, polished.kept)
+    assert chart.x.limits[1] == chart.y.limits[1] == 1
     assert len(chart.curves[0].points) == 6
     again = ewc.consolidate(tmp_path / "m.pt", OLD, architecture=LOUD)
     assert [(entry["name"], entry["polished"]) for entry in again.provenance.lineage] == [("old", 40)]
