@@ -13,7 +13,7 @@ from ewc_finetune.checkpoint import verification
 from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.location import locate, on_this_machine
 from ewc_finetune.checkpoint.open import globals_asked_for, load_checkpoint, open_checkpoint
-from ewc_finetune.errors import ArchitectureError, CheckpointError, few
+from ewc_finetune.errors import ArchitectureError, CheckpointError, counted, few
 from ewc_finetune.modules.modes import normalisation_layers
 
 
@@ -67,7 +67,10 @@ class CheckpointInspection:
             ("size", f"{self.bytes:,} bytes"),
             ("architecture", self.architecture or self.reason or "its own program"),
             *(
-                (dtype, f"{known['numbers']:,} numbers in {known['tensors']:,} tensors, {known['bytes']:,} bytes")
+                (
+                    dtype,
+                    f"{known['numbers']:,} numbers in {counted(known['tensors'], 'tensor')}, {known['bytes']:,} bytes",
+                )
                 for dtype, known in self.weights.items()
             ),
             ("tied", "; ".join(" and ".join(names) for names in self.tied)),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, short_help="Bring back, without training, what MODEL has forgotten.")
 @click.argument("model", type=click.Path())
 @options_from(MendOptions)
 @printing_options

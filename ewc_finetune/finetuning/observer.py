@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from ewc_finetune.errors import RetentionError
+from ewc_finetune.errors import RetentionError, counted
 from ewc_finetune.evaluation.probe import Retention, least_unchanged
 from ewc_finetune.evaluation.score import Score
 from ewc_finetune.finetuning.readings import Readings
@@ -96,8 +96,8 @@ class RunObserver:
         go_on = self.checkpoints.reach(step, scores)
         if not go_on and (selection := self.checkpoints.selection) is not None:
             self.progress.note(
-                f"stopping early, after step {step:,}: {selection.patience} evaluations were no better than that of "
-                f"step {selection.step:,}"
+                f"stopping early, after step {step:,}: {counted(selection.patience or 0, 'evaluation')} in a row no "
+                f"better than that of step {selection.step:,}"
             )
         self.checkpoints.save(state, self.elapsed())
         if not self._lost():

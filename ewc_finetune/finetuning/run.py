@@ -134,6 +134,10 @@ def _hint(folder: RunFolder, options: FinetuneOptions) -> Iterator[None]:
             kept = f"the state of the last evaluation is kept, as {folder.last}; " if folder.last.exists() else ""
             how = f" with less: {go_on} --retain X, of a smaller X" if lost else f": {go_on}"
             options.progress.note(f"{kept}to go on{how}")
+        elif isinstance(error, (signals.Interrupted, KeyboardInterrupt)) and not (lost or folder.reopened):
+            options.progress.note(
+                "nothing of the run is kept, for its first evaluation was not reached; --eval-every N makes it sooner"
+            )
         raise
 
 

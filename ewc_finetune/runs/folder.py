@@ -36,11 +36,12 @@ class RunFolder:
         path: The run folder.
         last: Where the checkpoint after the last evaluation is, while the run is under way.
         document: What `run.json` says.
+        reopened: Whether it is that of a run that was stopped.
     """
 
     def __init__(self, path: Path, document: dict[str, Any], *, reopened: bool = False) -> None:
         self._place(path)
-        self._reopened = reopened
+        self.reopened = reopened
         self._finished = False
         self.document = document
         self._earlier: Workspace | None = None
@@ -256,7 +257,7 @@ class RunFolder:
         """Record why the run ended early, if there is something to go on from; else leave things as they were."""
         if self._finished:
             return
-        if self.resumable or self._reopened:
+        if self.resumable or self.reopened:
             with contextlib.suppress(StorageError):  # the disk may be what stopped the run
                 self.update(status=status, ended=_now())
             self._metrics.close()

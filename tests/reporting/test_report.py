@@ -165,6 +165,13 @@ def test_runs_of_unequal_length_say_so(tmp_path):
     assert "unequal" not in alike.parts[0].reading
 
 
+def test_probes_are_compared_with_what_the_anchor_keeps(tmp_path):
+    """A merged anchor's answers are several models', and none of them need be the one that the run began with."""
+    page = page_of(write_run(tmp_path / "a.run", retention=probes(0.9, 0.1)))
+    assert "whose likeliest answer is the one that the anchor keeps with them" in page.text
+    assert "before the run" not in page.text
+
+
 def test_the_plain_run_beside_one_is_the_one_most_like_it(tmp_path):
     held = write_run(tmp_path / "held.run", options={"seed": 1})
     other = write_plain(tmp_path / "other.run")
