@@ -33,6 +33,7 @@ bench: $(VENV)-bench/.ready
 	OMP_WAIT_POLICY=PASSIVE $(VENV)-bench/bin/python tests/benchmarks/penalty.py
 	OMP_WAIT_POLICY=PASSIVE $(VENV)-bench/bin/python tests/benchmarks/kfac.py
 	MALLOC_MMAP_THRESHOLD_=1000000000 MALLOC_TRIM_THRESHOLD_=4000000000 $(VENV)-bench/bin/python tests/benchmarks/loop.py
+	OMP_WAIT_POLICY=PASSIVE $(VENV)-bench/bin/python tests/benchmarks/rehearsal.py
 
 clean:
 	rm -rf $(VENV) $(VENV)-bench demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

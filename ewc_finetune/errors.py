@@ -25,6 +25,11 @@ def few(things: Sequence[str], between: str = ", ") -> str:
     return between.join([*things[:_NAMED], *more])
 
 
+def counted(number: float, what: str) -> str:
+    """Say how many there are of something: `1 layer`, `2,000 layers`."""
+    return f"{number:,.0f} {what}" + ("" if number == 1 else "s")
+
+
 class EwcError(Exception):
     """Anything this package refuses or cannot do; exit code 1."""
 

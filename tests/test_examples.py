@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -140,6 +141,46 @@ def test_rehearsal(tmp_path, data_dir):
     assert "| joint training | none | " in table
     assert "| 64 | K-FAC, 1 | " in table
     assert (tmp_path / "rehearsal.png").is_file()
+
+
+@pytest.mark.slow
+def test_mending(tmp_path, data_dir):
+    settings = ("--settings", "transformer", "convolutional")
+    table = run("published/mending.py", "--quick", *settings, "--data-dir", data_dir, "--output", tmp_path)
+    assert "| MNIST / Fashion-MNIST, % | convolutional | transformer |" in table
+    assert "| K-FAC, knee, polished for 200 steps | " in table
+    rows = list(csv.DictReader((tmp_path / "transformer.csv").read_text().splitlines()))
+    places = ["0.03", "0.1", "0.3", "1", "3", "10", "knee"]
+    assert [row["place"] for row in rows if row["way"] == "diagonal"] == places
+    assert (tmp_path / "mending.png").is_file()
+
+
+@pytest.mark.slow
+def test_merging(tmp_path, data_dir):
+    table = run("published/merging.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
+    methods = [row.split(" | ")[0].removeprefix("| ") for row in table.splitlines() if row.startswith("| ")][1:]
+    centres = [f"centre of the anchors, {penalty}" for penalty in ("diagonal", "K-FAC", "K-FAC, whole factors")]
+    assert methods[-4:] == ["RegMean", *centres]
+    rows = list(csv.DictReader((tmp_path / "transformer.csv").read_text().splitlines()))
+    assert [row["scale"] for row in rows if row["method"] == "TIES"] == ["0.3", "0.5", "1.0"]
+
+
+def test_merging_by_published_methods():
+    """By hand: what TIES makes of two task vectors, and RegMean of two layers that see other inputs."""
+    sys.path.insert(0, str(EXAMPLES / "published"))
+    try:
+        import merging as example
+    finally:
+        sys.path.remove(str(EXAMPLES / "published"))
+    one = torch.tensor([10.0, -6.0, 1.0, 0.0, 5.0, 0.1, 0.1, 0.1, 0.1, 0.1])
+    other = torch.tensor([8.0, 7.0, 0.0, 1.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
+    assert example.ties([{"w": one}, {"w": other}])["w"].tolist() == [9.0, 7.0] + 8 * [0.0]
+    weights = [{"w": torch.tensor([[1.0, 2.0, 3.0]])}, {"w": torch.tensor([[5.0, 6.0, 7.0]])}]
+    grams = [
+        {"w": torch.diag(torch.tensor([3.0, 0.0, 0.0])).double()},
+        {"w": torch.diag(torch.tensor([1.0, 2.0, 0.0])).double()},
+    ]
+    torch.testing.assert_close(example.regmean(weights, grams)["w"], torch.tensor([[2.0, 6.0, 5.0]]))
 
 
 @pytest.mark.slow

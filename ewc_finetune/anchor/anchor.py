@@ -31,7 +31,7 @@ from ewc_finetune.anchor.probe_tensors import to_tensors as probes_to_tensors
 from ewc_finetune.anchor.provenance import Provenance, read_provenance
 from ewc_finetune.anchor.schema import FORMAT, check_format, groups_of, open_source
 from ewc_finetune.curvature.kronecker_block import Block
-from ewc_finetune.errors import AnchorError, NonFiniteError
+from ewc_finetune.errors import AnchorError, NonFiniteError, counted
 from ewc_finetune.hub.address import HubAddress, is_address
 from ewc_finetune.hub.anchor_files import HubAnchor, fetch_anchor
 from ewc_finetune.modules.finite import check_buffer, check_buffers, check_weight, check_weights, is_known_dtype
@@ -73,11 +73,11 @@ class Anchor:
         held = sum(shape.numel() for shape in self.held_shapes().values())
         numbers = sum(shape.numel() for shape in shapes_of(self.weights).values())
         blocks = f", {len(self.blocks)} K-FAC blocks" if self.blocks else ""
-        probes = f", {len(self.probes)} probes" if self.probes else ""
+        probes = f", {counted(len(self.probes), 'probe')}" if self.probes else ""
         place = self.place or self.path
         return (
             f"<Anchor {self.provenance.name!r}: {self.provenance.curvature}, {self.provenance.samples:,} samples, "
-            f"holds {held:,} of {numbers:,} weights in {len(self.weights)} tensors{blocks}{probes}"
+            f"holds {held:,} of {numbers:,} weights in {counted(len(self.weights), 'tensor')}{blocks}{probes}"
             f"{'' if place is None else f', {place}'}>"
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ewc_finetune.errors import counted
 from ewc_finetune.storage.json_fields import is_number
 
 CURVATURES = {
@@ -26,11 +27,6 @@ def joined(*parts: object, between: str = ", ") -> str:
 def labelled(label: str, value: Any) -> str:
     """Return a value behind its label, or nothing if there is none."""
     return f"{label} {value}" if value else ""
-
-
-def counted(number: float, what: str) -> str:
-    """Say how many there are of something: `1 layer`, `2,000 layers`."""
-    return f"{number:,.0f} {what}" + ("" if number == 1 else "s")
 
 
 def number(value: Any) -> str:
@@ -118,6 +114,7 @@ def ancestor(entry: Mapping[str, Any], made_of: str = "") -> str:
     return joined(
         entry.get("name"),
         labelled("lambda", number(entry.get("lambda"))),
+        labelled("steps of polish", number(entry.get("polished"))),
         made_of,
         labelled("SHA-256", entry.get("sha256")),
         entry.get("hub"),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ewc_finetune.errors import AnchorError, NonFiniteError
-from ewc_finetune.modules.batch import Inputs, count, take
+from ewc_finetune.modules.batch import Inputs, count, each, take
 from ewc_finetune.storage.lazy_tensors import TensorFile
 
 _PER_TOKEN = "per-token"  # noqa: S105 - a likelihood
@@ -70,7 +70,10 @@ class Probe:
         """Return the probe of some of its inputs, in this order."""
         chosen = list(samples)
         if self.counted is None:
-            return replace(self, inputs=take(self.inputs, chosen), outputs=self.outputs[chosen])
+            # Whole rows are copied at once, which at each step of rehearsal is worth it.
+            index = torch.tensor(chosen, dtype=torch.long, device=self.outputs.device)
+            inputs = each(lambda tensor: tensor.index_select(0, index), self.inputs)
+            return replace(self, inputs=inputs, outputs=self.outputs.index_select(0, index))
         ends = self.counted.sum(dim=1).cumsum(dim=0).tolist()
         rows = [row for n in chosen for row in range(ends[n - 1] if n else 0, ends[n])]
         return replace(self, inputs=take(self.inputs, chosen), outputs=self.outputs[rows], counted=self.counted[chosen])

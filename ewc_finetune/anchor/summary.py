@@ -12,7 +12,7 @@ from torch import Tensor
 from ewc_finetune.anchor import describe
 from ewc_finetune.anchor.kronecker_tensors import StoredBlock
 from ewc_finetune.anchor.provenance import Provenance
-from ewc_finetune.errors import few
+from ewc_finetune.errors import counted, few
 from ewc_finetune.hub.address import HubAddress
 from ewc_finetune.storage.lazy_tensors import TensorFile, shapes_of
 
@@ -154,7 +154,7 @@ def _blocks(layers: Collection[StoredBlock]) -> str:
     diagonal = sum(4 * a.rows * g.rows for a, g in pairs)
     products = sum(block.products for block in layers)
     most = sum((a.rows + g.rows) * a.rows * g.rows for a, g in pairs)
-    text = f"{len(pairs)} layers, {taken:,} bytes, {taken / diagonal:.2f} of their diagonal's"
+    text = f"{counted(len(pairs), 'layer')}, {taken:,} bytes, {taken / diagonal:.2f} of their diagonal's"
     if taken != whole:
         text += f", {taken / whole:.2f} of whole factors'"
     text += f"; {products / 1e6:,.1f} million products a step"

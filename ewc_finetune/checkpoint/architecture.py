@@ -48,6 +48,8 @@ def build(text: str, *, trusted: bool, note: Callable[[str], None] | None = None
     with working_directory_on_path(first=trusted):
         factory = _find(address, trusted, note)
         arguments = {key: value_of(value) for key, value in address.options.items()}
+        if address.head in BUILTIN:
+            models.check_options(address.head, arguments)
         try:
             module = factory(**arguments)
         except ArchitectureError:

@@ -3,9 +3,57 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
+
+from ewc_finetune.errors import ArchitectureError, suggest
+
+
+def check_options(head: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse what is no option of a network here, or no value of it.
+
+    Args:
+        head: The network's name.
+        arguments: What it is to be built with.
+
+    Raises:
+        ArchitectureError: naming the option.
+    """
+    for name, value in arguments.items():
+        if name not in _OPTIONS[head]:
+            raise ArchitectureError(f"{head} has no option {name!r}. {suggest(name, _OPTIONS[head])}")
+        fits, expected = _OPTIONS[head][name]
+        if not fits(value):
+            said = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+            raise ArchitectureError(f"{head}?{name}={said}: {name} is {said!r}; expected {expected}")
+
+
+def _is_width(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _are_widths(value: Any) -> bool:
+    return _is_width(value) or (isinstance(value, (list, tuple)) and bool(value) and all(map(_is_width, value)))
+
+
+_WIDTH = (_is_width, "a whole number, at least 1")
+# Of each network the options, and what they may be.
+_OPTIONS: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
+    "mlp": {
+        "in_features": _WIDTH,
+        "hidden": (_are_widths, "whole numbers, each at least 1, joined by commas (hidden=256,128)"),
+        "num_classes": _WIDTH,
+        "batch_norm": (lambda value: isinstance(value, bool), "True or False"),
+    },
+    "cnn": {
+        "in_channels": _WIDTH,
+        "image_size": (lambda value: type(value) is int and value >= 6, "a whole number, at least 6"),
+        "num_classes": _WIDTH,
+        "dropout": (lambda value: type(value) in (int, float) and 0 <= value <= 1, "a number from 0 to 1"),
+    },
+}
 
 
 class MLP(nn.Module):

@@ -13,7 +13,7 @@ from ewc_finetune.checkpoint import verification
 from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.location import locate, on_this_machine
 from ewc_finetune.checkpoint.open import globals_asked_for, load_checkpoint, open_checkpoint
-from ewc_finetune.errors import ArchitectureError, CheckpointError, few
+from ewc_finetune.errors import ArchitectureError, CheckpointError, counted, few
 from ewc_finetune.modules.modes import normalisation_layers
 
 
@@ -67,14 +67,17 @@ class CheckpointInspection:
             ("size", f"{self.bytes:,} bytes"),
             ("architecture", self.architecture or self.reason or "its own program"),
             *(
-                (dtype, f"{known['numbers']:,} numbers in {known['tensors']:,} tensors, {known['bytes']:,} bytes")
+                (
+                    dtype,
+                    f"{known['numbers']:,} numbers in {counted(known['tensors'], 'tensor')}, {known['bytes']:,} bytes",
+                )
                 for dtype, known in self.weights.items()
             ),
             ("tied", "; ".join(" and ".join(names) for names in self.tied)),
             ("normalisation", few(self.normalisation)),
             ("likelihood", self.metadata.likelihood or ""),
             ("classes", few(self.metadata.classes or [])),
-            ("trained under", "; ".join(f"{e.get('name')} (lambda {e.get('lambda')})" for e in self.metadata.lineage)),
+            ("trained under", "; ".join(map(_ancestor, self.metadata.lineage))),
             ("verified", self.verified or ""),
             ("unsafe", f"its pickle asks for {few(self.unsafe)}" if self.unsafe else ""),
         ]
@@ -162,3 +165,9 @@ def _tied(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 
 def _key(tensor: Tensor) -> object:
     return (tensor.data_ptr(), tensor.shape) if tensor.numel() else id(tensor)
+
+
+def _ancestor(entry: Mapping[str, Any]) -> str:
+    """Name an anchor of the lineage, and say how it had a part in the model."""
+    polished = f", {entry['polished']:,} steps of polish" if isinstance(entry.get("polished"), int) else ""
+    return f"{entry.get('name')} (lambda {entry.get('lambda')}{polished})"

@@ -11,13 +11,13 @@ from ewc_finetune.cli.command import Command
 from ewc_finetune.cli.declared import options_from
 from ewc_finetune.cli.options import dry_run_option, printing_options
 from ewc_finetune.curvature.options import ConsolidateOptions
-from ewc_finetune.errors import few
+from ewc_finetune.errors import counted, few
 
 if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, short_help="Make an anchor of MODEL while its data is at hand.")
 @click.argument("model", type=click.Path())
 @options_from(ConsolidateOptions)
 @dry_run_option
@@ -51,7 +51,7 @@ def consolidate(model: str, data: str, output: str | None, dry_run: bool, printe
         printer.note(f"left free: {', '.join(names) if printer.verbose else few(names)}, {reason}")
     if origin.standard_error and origin.standard_error["trace"] is not None:
         printer.note(
-            f"{origin.estimator} Fisher of {origin.samples:,} samples; the standard error of its trace is "
+            f"{origin.estimator} Fisher of {counted(origin.samples, 'sample')}; the standard error of its trace is "
             f"{origin.standard_error['trace']:.1%}"
         )
     if origin.curvature_storage is not None:
@@ -62,7 +62,7 @@ def consolidate(model: str, data: str, output: str | None, dry_run: bool, printe
             "anchor but in "
             f"{origin.weights_reference['repository']} on the Hub"
         )
-    printer.note(f"{path}: {origin.samples:,} samples, {path.stat().st_size:,} bytes, sha256 {anchor.digest}")
+    printer.note(f"{path}: {counted(origin.samples, 'sample')}, {path.stat().st_size:,} bytes, sha256 {anchor.digest}")
     printer.result(
         {
             "anchor": str(path),

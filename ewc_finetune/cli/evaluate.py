@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, short_help="Score MODEL on domains: loss and accuracy.")
 @click.argument("model", type=click.Path())
 @options_from(EvaluateOptions)
 @printing_options

@@ -10,13 +10,14 @@ from ewc_finetune.cli.command import Command
 from ewc_finetune.cli.config import config_option, resumed
 from ewc_finetune.cli.declared import options_from
 from ewc_finetune.cli.options import dry_run_option, printing_options
+from ewc_finetune.errors import counted
 from ewc_finetune.finetuning.options import FinetuneOptions
 
 if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, short_help="Adapt a model to new data under the penalty of its anchors.")
 @options_from(FinetuneOptions)
 @click.option(
     "--resume",
@@ -56,7 +57,24 @@ def finetune(model: str | None, data: str, output: str | None, dry_run: bool, pr
             for b, a in zip(done.before, done.after, strict=True)
         ],
     )
-    printer.note(f"{done.output}: {done.steps:,} steps; the run is in {done.run}")
+    printer.table(
+        ["what is kept of the probes", "inputs", "unchanged", "divergence"],
+        [
+            [
+                f"{kept.data} in {kept.anchor}",
+                f"{kept.samples:,}",
+                "-" if kept.unchanged is None else f"{kept.unchanged:.1%}",
+                f"{kept.divergence:.4g} nats",
+            ]
+            for kept in done.retention
+        ],
+    )
+    if not done.after:
+        printer.note(
+            f"nothing was scored, for {data} has no test split: ewc-ft evaluate {done.output} --data DATA scores the "
+            "model, and --eval DATA would have"
+        )
+    printer.note(f"{done.output}: {counted(done.steps, 'step')}; the run is in {done.run}")
     printer.result(
         {
             "checkpoint": str(done.output),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, short_help="Say what is in FILE, and where it came from.")
 @click.argument("file", type=click.Path())
 @click.option(
     "--plot", type=click.Path(dir_okay=False), help="Draw the importance of each layer: a .png, .pdf or .svg."

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ewc_finetune.anchor.provenance import Provenance
+from ewc_finetune.errors import counted
 
 if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
@@ -32,7 +33,9 @@ def layer_table(printer: Printer, origin: Provenance) -> None:
         ["block", "layers", *_HEADERS, "mean", "max"],
         [[block["layer"], f"{block['layers']:,}", *_figures(block), *_spread(block)] for block in shown],
     )
-    printer.note(f"{len(layers):,} layers, put together by block, the heaviest first; --verbose has a row for each")
+    printer.note(
+        f"{counted(len(layers), 'layer')}, put together by block, the heaviest first; --verbose has a row for each"
+    )
 
 
 def by_block(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, short_help="Bring back, without training, what MODEL has forgotten.")
 @click.argument("model", type=click.Path())
 @options_from(MendOptions)
 @printing_options
@@ -24,6 +24,7 @@ def mend(model: str, data: str, output: str | None, printer: Printer, **options:
 
     The anchors of the old domains and one of the new pull together; where they pull least lie the mended weights, at
     each ratio of their strengths others. Each is measured, with plain means of the old and new weights beside them.
+    With --polish training goes on from there for a little, while old inputs are rehearsed.
     """
     from ewc_finetune.commands.mend import default_output
     from ewc_finetune.commands.mend import mend as run

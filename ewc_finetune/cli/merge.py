@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, short_help="Write several anchors as one that pulls as all of them.")
 @click.argument("anchors", nargs=-1, required=True, metavar="ANCHOR...", type=click.Path(dir_okay=False))
 @options_from(MergeOptions)
 @printing_options

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, short_help="Fetch an anchor from the Hugging Face Hub for good.")
 @click.argument("place", metavar="hf://ORG/NAME[@REVISION][/FILE]")
 @click.option(
     "--output",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, short_help="Put ANCHOR on the Hugging Face Hub, with a model card.")
 @click.argument("anchor", type=click.Path())
 @click.argument("repository", metavar="ORG/NAME")
 @options_from(PushOptions)

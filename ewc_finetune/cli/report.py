@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, short_help="Say what came of RUN on one page of HTML.")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path())
 @click.option(
     "--output",

@@ -11,6 +11,7 @@ from ewc_finetune.cli.command import Command
 from ewc_finetune.cli.config import config_option
 from ewc_finetune.cli.declared import options_from
 from ewc_finetune.cli.options import dry_run_option, printing_options
+from ewc_finetune.errors import counted
 from ewc_finetune.sweeps.options import SweepOptions
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def _of_run(options: MutableMapping[str, Any]) -> None:
     options.pop("output", None)
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, short_help="Fine-tune with many lambdas: what is kept, what is learned.")
 @options_from(SweepOptions)
 @config_option(_of_run)
 @dry_run_option
@@ -51,5 +52,8 @@ def sweep(model: str | None, data: str, output: str | None, dry_run: bool, print
         return
     done = run(model, data, progress=printer, **options)
     printer.table(done.tradeoff.headers(), done.tradeoff.lines())
-    printer.note(f"{done.folder}: {len(done.tradeoff.outcomes)} runs; ewc-ft report {done.folder} makes a page of them")
+    printer.note(
+        f"{done.folder}: {counted(len(done.tradeoff.outcomes), 'run')}; "
+        f"ewc-ft report {done.folder} makes a page of them"
+    )
     printer.result(done.document)

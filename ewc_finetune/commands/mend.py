@@ -1,4 +1,4 @@
-"""`mend`: bring back what a fine-tuned model has forgotten, without training."""
+"""`mend`: bring back what a fine-tuned model has forgotten."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ def mend(options: MendOptions) -> Mended:
     (Matena and Raffel 2022, "Merging models with Fisher-weighted averaging"; for K-FAC anchors Tam et al. 2023,
     "Merging by matching models in task parameter subspaces"). Beside them stand means of the old and the new weights
     (Wortsman et al. 2022, "Robust fine-tuning of zero-shot models").
+
+    With `polish` it is trained on from there for a little, with old inputs rehearsed. If that ends early, the model is
+    as it was, and nothing is written.
 
     Args:
         options: The model, the data it was fine-tuned on and the anchors, and by their names the others of

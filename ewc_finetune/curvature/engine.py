@@ -16,7 +16,7 @@ from ewc_finetune.curvature.batch_dims import CourseChangedError
 from ewc_finetune.curvature.kfac_factors import BlockSums, KfacLayer
 from ewc_finetune.curvature.per_sample_gradients import Scratch, budget
 from ewc_finetune.curvature.plan import GradientPlan, agree, make_plan, narrow
-from ewc_finetune.errors import ArchitectureError, first_line
+from ewc_finetune.errors import ArchitectureError, counted, first_line
 from ewc_finetune.likelihood.output_fisher import OutputFisher
 from ewc_finetune.modules.batch import Inputs, call, count, each, signature, take, tensors
 from ewc_finetune.modules.devices import out_of_memory
@@ -237,7 +237,7 @@ class Engine:
         if ruled:
             parts.append(f"layer rules for {_count(ruled)}")
         if self.layers:
-            parts.append(f"of which {len(self.layers)} layers with K-FAC blocks ({self.form})")
+            parts.append(f"of which {counted(len(self.layers), 'layer')} with K-FAC blocks ({self.form})")
         if rest:
             way = "one sample at a time" if self._refusal else "vectorised (torch.func)"
             reasons = "; ".join(f"{name} {reason}" for name, reason in list(rest.items())[:3])
@@ -249,7 +249,7 @@ class Engine:
         if zero:
             parts.append(f"zero for {_count(zero)} that no output depends on ({', '.join(list(zero)[:3])})")
         if self.changed:
-            parts.append(f"the fallback for {self.changed:,} samples, for which the model took another course")
+            parts.append(f"the fallback for {counted(self.changed, 'sample')}, for which the model took another course")
         return "gradients: " + ", ".join(parts)
 
 

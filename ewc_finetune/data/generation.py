@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
 
+from ewc_finetune.data.generated_file import read_generated, write_generated
 from ewc_finetune.data.texts import Generated
 from ewc_finetune.errors import DataError, UsageError
+from ewc_finetune.modules.devices import random_state_kept
 
 # How many samples are generated at once.
 _AT_ONCE = 64
@@ -30,10 +33,10 @@ class GeneratedIds(Dataset[tuple[list[int], int]]):
         return self.samples[index]
 
 
-def generate(
-    model: nn.Module, tokenizer: Any, asked: Generated, length: int, longest: int | None, name: str
-) -> GeneratedIds:
-    """Draw samples from the model's own distribution, token after token.
+def generate(model: Any, tokenizer: Any, asked: Generated, length: int, longest: int | None, name: str) -> GeneratedIds:
+    """Draw samples from the model's own distribution, token after token; or read those that were kept.
+
+    Torch's random state is left as it was.
 
     Args:
         model: A causal language model of transformers, on its device.
@@ -45,13 +48,27 @@ def generate(
 
     Raises:
         UsageError: if nothing would be generated.
-        DataError: if nothing says what samples begin with, or a request is too long.
+        DataError: if nothing says what samples begin with, a request is too long, or what was kept is something else.
     """
     if length < 2:
         raise UsageError(f"{name}: samples of one token say nothing; use length=2 or more")
     begin = _begin(model, tokenizer, name)
     begins = _requests(tokenizer, asked, longest, name) or [[begin]]
-    device, end = next(model.parameters()).device, tokenizer.eos_token_id
+    if asked.kept is not None and os.path.lexists(asked.kept):
+        rows = read_generated(asked.kept, asked, length, begins, model.get_input_embeddings().num_embeddings)
+    else:
+        with random_state_kept(next(model.parameters()).device, asked.seed):
+            rows = list(_drawn(model, tokenizer, asked, begins, length, longest))
+        if asked.kept is not None:
+            write_generated(asked.kept, rows, asked, length)
+    return GeneratedIds([(row, len(begins[n % len(begins)])) for n, row in enumerate(rows)])
+
+
+def _drawn(
+    model: Any, tokenizer: Any, asked: Generated, begins: list[list[int]], length: int, longest: int | None
+) -> Iterator[list[int]]:
+    """Yield the token ids of each sample, those that it begins with first."""
+    device, end, begin = next(model.parameters()).device, tokenizer.eos_token_id, _begin(model, tokenizer, "")
     plain = {
         "do_sample": True,
         "top_k": 0,
@@ -60,22 +77,18 @@ def generate(
         "pad_token_id": end if end is not None else 0,
         "use_cache": True,
     }
-    torch.manual_seed(asked.seed)
-    samples: list[tuple[list[int], int]] = []
-    while len(samples) < asked.count:
-        numbers = range(len(samples), min(asked.count, len(samples) + _AT_ONCE))
-        batch = [begins[n % len(begins)] for n in numbers]
+    for start in range(0, asked.count, _AT_ONCE):
+        batch = [begins[n % len(begins)] for n in range(start, min(asked.count, start + _AT_ONCE))]
         # Filled up on the left, behind which each goes on.
         widest = max(map(len, batch))
         ids = torch.tensor([[begin] * (widest - len(row)) + row for row in batch], device=device)
         mask = torch.tensor([[0] * (widest - len(row)) + [1] * len(row) for row in batch], device=device)
         most = widest + length if asked.prompts else length
         with _generating(model, {**plain, "max_length": min(most, longest or most)}):
-            rows: Tensor = model.generate(ids, attention_mask=mask)  # type: ignore[operator]
+            rows: Tensor = model.generate(ids, attention_mask=mask)
         for first, row in zip(batch, rows.tolist(), strict=True):
             made = row[widest : widest + length]
-            samples.append((first + made[: made.index(end) + 1 if end in made else len(made)], len(first)))
-    return GeneratedIds(samples)
+            yield first + made[: made.index(end) + 1 if end in made else len(made)]
 
 
 def _begin(model: Any, tokenizer: Any, name: str) -> int:

@@ -72,12 +72,14 @@ class Generated(Dataset[Any]):
         length: How many tokens at most, a prompt aside; as many as the model takes unless given.
         seed: The seed of what is drawn at random.
         prompts: Requests to answer, in turn; only the answers count then.
+        kept: The file that they are read from if it is there, and kept in otherwise; None to keep them nowhere.
     """
 
     count: int
     length: int | None
     seed: int
     prompts: tuple[str, ...] = ()
+    kept: Path | None = None
 
     def __len__(self) -> int:
         return self.count

@@ -19,6 +19,8 @@ from ewc_finetune.specs.options import is_number
 
 # The first lambda is multiplied or divided by this factor until the one looked for lies between two that were tried.
 _FACTOR = 4.0
+# What makes a meter finer.
+_MORE_INPUTS = "anchors with more inputs in the probe (consolidate --probe), of which each counts for less"
 
 
 @dataclass(frozen=True)
@@ -272,7 +274,7 @@ def aim_of(options: FinetuneOptions, chosen: Sequence[str], anchors: Sequence[An
     if share is not None and chosen and options.lambdas == "auto":
         raise UsageError("--lambda auto goes by --retain or by --select-on, not by both; leave one of them out")
     if share is not None:
-        return Retaining(share, _holding_better(anchors, options.penalty_form))
+        return Retaining(share, _holding_better(anchors, options))
     return Best(chosen) if chosen else Within(tolerance)
 
 
@@ -288,11 +290,27 @@ def _check_retain(retain: float | None, anchors: Sequence[Anchor]) -> None:
         )
 
 
-def _holding_better(anchors: Sequence[Anchor], form: str) -> list[str]:
+def what_keeps_more(options: FinetuneOptions, strength: float | None) -> str:
+    """Say what helps where a run has lost more than `--retain` allows; nothing that it did already.
+
+    Args:
+        options: The options of the run.
+        strength: The lambda that was found, if it was looked for.
+    """
+    beside = "a larger --rehearse-weight" if options.rehearses else "--rehearse probes"
+    if strength is None:
+        return f"Use a larger --lambda (auto looks for one), {beside}, or a smaller --retain"
+    return (
+        f"Its lambda, {strength:.3g}, is what auto found by shorter runs, and they kept enough. What would help: "
+        f"a larger number for --lambda; {beside}; {_MORE_INPUTS}; a smaller --retain"
+    )
+
+
+def _holding_better(anchors: Sequence[Anchor], options: FinetuneOptions) -> list[str]:
     """Say what keeps more of what these anchors hold than any lambda does."""
-    advice = ["anchors with more inputs in the probe (consolidate --probe), of which each counts for less"]
+    advice = [_MORE_INPUTS, "a larger --rehearse-weight" if options.rehearses else "--rehearse probes"]
     if any(anchor.provenance.curvature != "kfac" for anchor in anchors):
         advice.append("anchors of K-FAC (consolidate --curvature kfac)")
-    if form == "gradient":
+    if options.penalty_form == "gradient":
         advice.append("--penalty-form proximal, whose steps are exact at any lambda")
     return advice

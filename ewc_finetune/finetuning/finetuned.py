@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ewc_finetune.choices import NormStats
+from ewc_finetune.errors import counted
 from ewc_finetune.evaluation.probe import Retention
 from ewc_finetune.evaluation.score import Score
 from ewc_finetune.finetuning.lambda_search import Search
@@ -53,5 +54,5 @@ class Finetuned:
 
     def __repr__(self) -> str:
         scores = [f"{b.domain} {b.main} to {a.main}" for b, a in zip(self.before, self.after, strict=True)]
-        parts = [f"{self.steps:,} steps", *scores, *([] if self.output is None else [str(self.output)])]
+        parts = [counted(self.steps, "step"), *scores, *([] if self.output is None else [str(self.output)])]
         return f"<Finetuned {type(self.model).__name__}: {', '.join(parts)}>"

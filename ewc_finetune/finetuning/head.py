@@ -13,7 +13,7 @@ from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.open import LoadedModel
 from ewc_finetune.choices import Head
 from ewc_finetune.data.domain import Domain
-from ewc_finetune.errors import DataError
+from ewc_finetune.errors import DataError, counted
 from ewc_finetune.modules.batch import tensors
 from ewc_finetune.modules.devices import random_state_kept
 from ewc_finetune.modules.heads import find_head, replace_head
@@ -49,9 +49,11 @@ def give_head(
     else:
         raise DataError(f"{domain.name} does not show its labels beforehand; give a dataset to expand the head for")
     if head == "new":
-        progress.note(f"head {name}: a new one, with {outputs} outputs in the place of {layer.out_features}")
+        progress.note(f"head {name}: a new one, with {counted(outputs, 'output')} in the place of {layer.out_features}")
     elif outputs > layer.out_features:
-        progress.note(f"head {name}: {outputs - layer.out_features} outputs are added to {layer.out_features}")
+        progress.note(
+            f"head {name}: {counted(outputs - layer.out_features, 'more output')} beside the {layer.out_features}"
+        )
     else:
         progress.note(f"head {name}: {domain.name} has no label beyond its {outputs} outputs, so none is added")
     metadata = replace(start.metadata, classes=None)  # they are the old head's

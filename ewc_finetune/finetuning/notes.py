@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ewc_finetune.anchor.anchor import Anchor
-from ewc_finetune.anchor.describe import counted
 from ewc_finetune.anchor.provenance import Provenance
 from ewc_finetune.checkpoint.open import LoadedModel
+from ewc_finetune.errors import counted
 from ewc_finetune.finetuning.schedule import Schedule
 from ewc_finetune.modules.modes import normalisation_layers
 from ewc_finetune.penalty.penalty import Penalty
@@ -37,7 +37,7 @@ def _curvature(origin: Provenance) -> str:
     if origin.curvature == "identity":
         return "identity"
     kind = "K-FAC blocks" if origin.curvature == "kfac" else "Fisher"
-    return f"{origin.estimator} {kind} of {origin.samples} samples"
+    return f"{origin.estimator} {kind} of {counted(origin.samples, 'sample')}"
 
 
 def say(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from ewc_finetune.errors import RetentionError
+from ewc_finetune.errors import RetentionError, counted
 from ewc_finetune.evaluation.probe import Retention, least_unchanged
 from ewc_finetune.evaluation.score import Score
 from ewc_finetune.finetuning.readings import Readings
@@ -31,6 +31,7 @@ class RunObserver:
         sinks: Where the log goes, beside `history`.
         retain: The share of the answers to the probes that must stay, if any.
         progress: Is told what happens.
+        advice: What helps where less than that stays.
 
     Attributes:
         history: The lines of the log so far.
@@ -45,9 +46,10 @@ class RunObserver:
         sinks: Sequence[Sink],
         retain: float | None,
         progress: Progress,
+        advice: str = "",
     ) -> None:
         self.readings, self.checkpoints, self.sinks = readings, checkpoints, sinks
-        self.retain, self.progress = retain, progress
+        self.retain, self.progress, self.advice = retain, progress, advice
         self.history: list[dict[str, Any]] = []
         self.before: list[Score] = []
         self.seconds = 0.0
@@ -94,8 +96,8 @@ class RunObserver:
         go_on = self.checkpoints.reach(step, scores)
         if not go_on and (selection := self.checkpoints.selection) is not None:
             self.progress.note(
-                f"stopping early, after step {step:,}: {selection.patience} evaluations were no better than that of "
-                f"step {selection.step:,}"
+                f"stopping early, after step {step:,}: {counted(selection.patience or 0, 'evaluation')} in a row no "
+                f"better than that of step {selection.step:,}"
             )
         self.checkpoints.save(state, self.elapsed())
         if not self._lost():
@@ -133,8 +135,7 @@ class RunObserver:
         if lost:
             raise RetentionError(
                 f"after step {step:,} the model gives {lost[0].unchanged:.1%} of its old answers to the probe of "
-                f"{lost[0].data} in {lost[0].anchor}, and {self.retain:.1%} are to be kept. Use a larger --lambda "
-                "(auto looks for one), or a smaller --retain"
+                f"{lost[0].data} in {lost[0].anchor}, and {self.retain:.1%} are to be kept. {self.advice}"
             )
 
     def _score(self, epoch: int, step: int) -> list[Score]:

@@ -37,9 +37,13 @@ from ewc_finetune.penalty.quadratic import spread_lambdas
 from ewc_finetune.progress import Progress
 from ewc_finetune.rehearsal.options import PROBES
 from ewc_finetune.rehearsal.sources import resolve_sources
+from ewc_finetune.reporting.outcome import data_key
 from ewc_finetune.runs.idle import FINETUNE, say_idle
 from ewc_finetune.runs.record import Run, read_run, recover_run
 from ewc_finetune.specs.options import check_declared
+
+# Options that take a part of data, which is the same data still.
+_PARTS = ("split", "limit", "first")
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,12 @@ class Plan:
         return identify(self.start, self.anchors, self.domain, self.scored, told, self.specs, rehearsed)
 
 
-def plan(options: FinetuneOptions) -> Plan:
+def plan(options: FinetuneOptions, opened: LoadedModel | None = None) -> Plan:
     """Open and check everything that a fine-tune takes; what is wrong is said all at once, as far as it can be known.
+
+    Args:
+        options: What the command was given.
+        opened: What is known of the model beside it, where that is open already; `options` then has the module.
 
     Raises:
         EwcError: naming what is wrong with the model, an anchor, the data, an option or a file.
@@ -116,7 +124,7 @@ def plan(options: FinetuneOptions) -> Plan:
         domain = resolve_domain(options.data, "train", options.data_dir)
     if not mistakes.found:
         with mistakes.noted():
-            start, fresh = _open_start(options, anchors, domain)
+            start, fresh = (opened, False) if opened else _open_start(options, anchors, domain)
     loaded, overwrite = not mistakes.found, options.overwrite
     with mistakes.noted():
         if output is not None:
@@ -169,9 +177,20 @@ def _rehearsed(options: FinetuneOptions, anchors: Sequence[Anchor]) -> list[Doma
     options.check_rehearsal()
     if options.head == "new" and options.rehearse and not options.anchors:
         raise UsageError("with --head new the old head answers what is rehearsed; name --anchors, which keep it")
+    if options.rehearses and any(_same_data(source, options.data) for source in options.rehearse):
+        options.progress.note(
+            "the new data is rehearsed too: the old model's answers to it are to stay, which holds learning back "
+            "(learning without forgetting). Rehearse data that is like the old, where there is any"
+        )
     # Of what is not rehearsed only the probes have a part in the run: it is measured by them.
     sources = [one for one in options.rehearse if options.rehearses or (isinstance(one, str) and one == PROBES)]
     return resolve_sources(sources, anchors, options.data_dir)
+
+
+def _same_data(one: Any, other: Any) -> bool:
+    if isinstance(one, str) and isinstance(other, str):
+        return data_key(one, _PARTS) == data_key(other, _PARTS)
+    return one is other
 
 
 def _open_start(options: FinetuneOptions, anchors: Sequence[Anchor], domain: Domain) -> tuple[LoadedModel, bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ from torch import nn
 
 from ewc_finetune.checkpoint.formats.state_dict import StateDict, save_state_dict
 from ewc_finetune.checkpoint.open import LoadedModel
+from ewc_finetune.data.texts import Generated
 from ewc_finetune.errors import OccupiedError, RetentionError, StorageError
 from ewc_finetune.evaluation.retention import meters
+from ewc_finetune.finetuning.aims import what_keeps_more
 from ewc_finetune.finetuning.best_state import Selection
 from ewc_finetune.finetuning.finetuned import Finetuned
 from ewc_finetune.finetuning.job import Job, ready
@@ -31,7 +33,6 @@ from ewc_finetune.finetuning.search_runs import search_by_trials
 from ewc_finetune.finetuning.trainer import Trainer, count_steps
 from ewc_finetune.finetuning.training_loss import training_loss, warning_of
 from ewc_finetune.modules.precision import float32_weights
-from ewc_finetune.progress import Progress
 from ewc_finetune.reporting.figure import draw_run
 from ewc_finetune.runs.folder import RunFolder
 from ewc_finetune.runs.tensorboard import TensorBoard
@@ -55,6 +56,7 @@ def run(todo: Plan) -> Finetuned:
         if todo.output is not None:
             identities = todo.identify()
             folder = closing.enter_context(_under_way(todo, todo.output, identities))
+            todo = _keeping_generated(todo, folder)
         search, strengths = None, todo.strengths
         if options.lambdas == "auto":
             search = search_by_trials(todo, _short_run, folder)
@@ -64,7 +66,8 @@ def run(todo: Plan) -> Finetuned:
         if folder is not None:
             folder.update(found=findings(todo, job, identities, strengths, search))
             state, history = folder.load_state()
-        observer = _observer(todo, job, folder, _sinks(folder, options.tensorboard, state, closing))
+        sinks = _sinks(folder, options.tensorboard, state, closing)
+        observer = _observer(todo, job, folder, sinks, None if search is None else search.strength)
         with _put_back(observer.checkpoints):
             steps = _train(todo, job, observer, state, history)
             if todo.output is not None and folder is not None:
@@ -91,14 +94,20 @@ def _short_run(options: FinetuneOptions) -> Finetuned:
     return run(plan(options))
 
 
-def _observer(todo: Plan, job: Job, folder: RunFolder | None, sinks: Sequence[Sink]) -> RunObserver:
-    """Return what watches the run; from here on it undoes what a run leaves unfinished."""
+def _observer(
+    todo: Plan, job: Job, folder: RunFolder | None, sinks: Sequence[Sink], found: float | None
+) -> RunObserver:
+    """Return what watches the run; from here on it undoes what a run leaves unfinished.
+
+    `found` is the lambda that was found, if one was looked for.
+    """
     model, size = job.start.model, 2 * todo.schedule.batch_size
     selection = None if todo.chosen is None else Selection(todo.chosen, todo.schedule.patience)
     readings = Readings(model, job.watched, meters(model, job.measured, job.metadata.head), size, todo.device)
     of_caller = isinstance(todo.options.model, nn.Module)
     checkpoints = RunCheckpoints(model, job.metadata, folder, selection, of_caller, job.undoing.pop_all().close)
-    return RunObserver(readings, checkpoints, sinks, todo.options.retain, todo.options.progress)
+    advice = what_keeps_more(todo.options, found)
+    return RunObserver(readings, checkpoints, sinks, todo.options.retain, todo.options.progress, advice)
 
 
 def _sinks(
@@ -114,14 +123,21 @@ def _sinks(
 
 
 @contextlib.contextmanager
-def _hint(folder: RunFolder, progress: Progress) -> Iterator[None]:
+def _hint(folder: RunFolder, options: FinetuneOptions) -> Iterator[None]:
     """Say how to go on, if the run ends early with something to go on from."""
     try:
         yield
     except BaseException as error:
-        if folder.resumable and not isinstance(error, RetentionError):  # which would come again
+        lost, go_on = isinstance(error, RetentionError), f"ewc-ft finetune --resume {folder.path}"
+        # What was lost stays lost, but with less to be kept; a search for lambda has made its runs for that share.
+        if folder.resumable and not (lost and options.lambdas == "auto"):
             kept = f"the state of the last evaluation is kept, as {folder.last}; " if folder.last.exists() else ""
-            progress.note(f"{kept}to go on: ewc-ft finetune --resume {folder.path}")
+            how = f" with less: {go_on} --retain X, of a smaller X" if lost else f": {go_on}"
+            options.progress.note(f"{kept}to go on{how}")
+        elif isinstance(error, (signals.Interrupted, KeyboardInterrupt)) and not (lost or folder.reopened):
+            options.progress.note(
+                "nothing of the run is kept, for its first evaluation was not reached; --eval-every N makes it sooner"
+            )
         raise
 
 
@@ -205,7 +221,7 @@ def _write(todo: Plan, job: Job, observer: RunObserver, folder: RunFolder, outpu
 @contextlib.contextmanager
 def _under_way(todo: Plan, output: Path, identities: Mapping[str, Any]) -> Iterator[RunFolder]:
     """Have the run folder while the run is under way, in which a signal waits until it can be left in order."""
-    with signals.deferred(), _folder(todo, output, identities) as folder, _hint(folder, todo.options.progress):
+    with signals.deferred(), _folder(todo, output, identities) as folder, _hint(folder, todo.options):
         yield folder
 
 
@@ -223,6 +239,17 @@ def _folder(todo: Plan, output: Path, identities: Mapping[str, Any]) -> RunFolde
         folder.stop("interrupted")
         raise
     return folder
+
+
+def _keeping_generated(todo: Plan, folder: RunFolder) -> Plan:
+    """Have what is generated to be rehearsed kept in the run folder, which reads it when the run goes on."""
+    rehearsed = [
+        replace(domain, samples=replace(domain.samples, kept=folder.generated(number)))
+        if domain is not None and isinstance(domain.samples, Generated)
+        else domain
+        for number, domain in enumerate(todo.rehearsed, 1)
+    ]
+    return replace(todo, rehearsed=rehearsed)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from ewc_finetune.finetuning.plan import Plan
 from ewc_finetune.modules.heads import find_head
 from ewc_finetune.penalty.penalty import Penalty
 from ewc_finetune.progress import OnlyBars
+from ewc_finetune.rehearsal.options import PROBES
 from ewc_finetune.runs.folder import RunFolder
 
 
@@ -66,6 +67,8 @@ def _short(plan: Plan) -> FinetuneOptions:
         plan.options,
         data=trained,
         anchors=plan.anchors,
+        # What was generated once, with where it is kept.
+        rehearse=[PROBES if domain is None else domain for domain in plan.rehearsed],
         eval_on=[held_out, *plan.scored],
         epochs=shorter(plan.schedule.epochs),
         norm_stats=plan.schedule.norm_stats,

@@ -99,10 +99,10 @@ class Measures:
         loaded, device = todo.loaded, todo.device
         rule = get_likelihood(todo.old[-1].provenance.likelihood)
         bound = [bind(loaded, presented(domain, loaded, Silent()), rule, device, Silent()) for domain in todo.scored]
-        probes = meters(loaded.model, todo.old, loaded.metadata.head)
+        probes = meters(loaded.model, todo.measured, loaded.metadata.head)
         return cls(loaded.model, bound, todo.has_new, probes, todo.options.batch_size, device)
 
-    def point(self, name: str, ratio: float | None) -> Point:
+    def point(self, name: str, ratio: float | None, steps: int = 0) -> Point:
         """Measure the model as it is."""
         scores = tuple(score(self.model, bound, self.batch_size, self.device) for bound in self.domains)
         retention = tuple(probe.read(self.model, self.device) for probe in self.probes)
@@ -110,4 +110,4 @@ class Measures:
         known = [one.unchanged for one in retention if one.unchanged is not None]
         kept = merit(scores, old) if old else sum(known) / len(known) if known else None
         learned = merit(scores, {scores[0].domain}) if self.has_new else None
-        return Point(name, ratio, scores, retention, kept, learned)
+        return Point(name, ratio, scores, retention, kept, learned, steps)

@@ -24,6 +24,7 @@ class Point:
         kept: What it keeps, 0 to 1: the mean score on old domains, else the mean share of unchanged answers to probes;
             None where nothing tells.
         learned: What it has learned: the score on the new domain; None where it has none.
+        steps: For how many steps it was polished there.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Point:
     retention: tuple[Retention, ...]
     kept: float | None
     learned: float | None
+    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Mended:
 
     Attributes:
         model: The mended model, in eval mode.
-        points: The model at every ratio, and at the plain means of the weights.
+        points: The model at every ratio, at the plain means of the weights, and where it was polished.
         chosen: Which of these was taken.
         why: How it was chosen.
         output: The checkpoint that was written.

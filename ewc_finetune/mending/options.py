@@ -33,6 +33,9 @@ class Mending:
         metavar="DATA",
     )
     _: KW_ONLY
+    architecture: str | None = option(
+        None, "What to build for a checkpoint that doesn't say.", name="arch", metavar="ARCH", code="architecture"
+    )
     anchors: Anchor | str | Path | Sequence[Anchor | str | Path] = option(
         (), "An anchor of what was forgotten; repeatable, oldest first.", required=True, many=True, path="file"
     )
@@ -56,6 +59,22 @@ class Mending:
         None, "Take the smallest ratio that keeps this share of the answers to the old anchors' probes.", metavar="X",
         unless="the knee",
     )  # fmt: skip
+    polish: int | None = option(
+        None,
+        "Then train for so many steps on DATA, with old inputs rehearsed.",
+        least=1,
+        metavar="STEPS",
+        unless="no training",
+    )
+    rehearse: Sequence[Any] = option(
+        (),
+        "What --polish rehearses: probes (those in the anchors), or data that is like the old; repeatable.",
+        read=str,
+        many=True,
+        metavar="SOURCE",
+        unless="probes",
+    )
+    lr: float | None = option(None, "Learning rate of --polish.", metavar="X", unless="that of finetune, 1e-4")
     eval_on: Sequence[Any] | Mapping[str, Any] | None = option(
         None,
         "A domain to score at each ratio, old ones too; repeatable.",
@@ -79,6 +98,9 @@ class MendOptions(Computing, Mending, Told):
             is kept.
         anchor_of_new: If it is made now, it has the curvature of the newest old anchor's kind.
         ratios: One alone is taken as it is.
+        polish: Steps of a fine-tune (`finetune`, with its defaults and no penalty) that starts from the mended weights.
+            Of each probe that is rehearsed a quarter is not, and is all that is measured by, before and after.
+        rehearse: As in `finetune`.
     """
 
     batch_size: int = option(500, "Samples at once.", least=1)

@@ -15,10 +15,13 @@ from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.sources import resolve_domain, resolve_domains
 from ewc_finetune.errors import Mistakes, UsageError
 from ewc_finetune.evaluation.presenting import informed
+from ewc_finetune.finetuning.plan import Plan as FinetunePlan
 from ewc_finetune.mending.options import MendOptions
+from ewc_finetune.mending.polish import measured, plan_polish
 from ewc_finetune.modules.devices import choose_device
 from ewc_finetune.penalty.penalty import check_fit
 from ewc_finetune.reporting.plots import figure_format
+from ewc_finetune.runs.idle import MEND, say_idle
 from ewc_finetune.specs.options import check_declared
 from ewc_finetune.storage.atomic import check_output
 
@@ -36,6 +39,8 @@ class MendPlan:
         scored: The domains to score, of which the first is the new one, if it can be scored.
         has_new: Whether it is.
         device: The device to compute on.
+        measured: The old anchors with what is measured of their probes: all, but for what polish rehearses.
+        polish: The fine-tune that is to follow; None where none is.
         output: The checkpoint to write.
     """
 
@@ -47,6 +52,8 @@ class MendPlan:
     scored: list[Domain]
     has_new: bool
     device: torch.device
+    measured: list[Anchor]
+    polish: FinetunePlan | None
     output: Path | None
 
 
@@ -83,7 +90,7 @@ def plan(options: MendOptions) -> MendPlan:
         domain = resolve_domain(options.data, "train", options.data_dir)
         scored, has_new = _scored(options, domain)
     with mistakes.noted():
-        loaded = open_model(options.model, None, trust_code=options.trust_code)
+        loaded = open_model(options.model, options.architecture, trust_code=options.trust_code)
     mistakes.check()
     loaded = informed(loaded, old)
     named = dict(loaded.model.named_parameters())
@@ -99,8 +106,14 @@ def plan(options: MendOptions) -> MendPlan:
         raise UsageError("--retain goes by the probes in the old anchors, and there is none in them")
     for remark in [*loaded.remarks, *(r for anchor in old for r in anchor.remarks), *remarks(old, "all")]:
         progress.note(remark)
+    say_idle(options, MEND, {}, progress)
     known = new if isinstance(new, Anchor) else None
-    return MendPlan(options, loaded, old, known, domain, scored, has_new, device, output)
+    polish = plan_polish(options, loaded, old, domain)
+    left = measured(options, old)
+    had, others = (sum(probe.samples for one in held for probe in one.probes) for held in (old, left))
+    if others < had:
+        progress.note(f"what is kept is measured by {others:,} of {had:,} inputs in probes: the others are rehearsed")
+    return MendPlan(options, loaded, old, known, domain, scored, has_new, device, left, polish, output)
 
 
 def _scored(options: MendOptions, train: Domain) -> tuple[list[Domain], bool]:

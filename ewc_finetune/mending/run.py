@@ -16,10 +16,15 @@ from ewc_finetune.checkpoint.formats.state_dict import save_state_dict
 from ewc_finetune.checkpoint.open import LoadedModel
 from ewc_finetune.choices import LikelihoodName
 from ewc_finetune.curvature.options import ConsolidateOptions
+from ewc_finetune.errors import RetentionError
+from ewc_finetune.evaluation.probe import least_unchanged
+from ewc_finetune.finetuning.plan import Plan as FinetunePlan
+from ewc_finetune.finetuning.run import run as finetune
 from ewc_finetune.mending.chart import chart
 from ewc_finetune.mending.choice import choose
 from ewc_finetune.mending.frontier import Measures, centre, places, put
 from ewc_finetune.mending.mended import Mended, Point
+from ewc_finetune.mending.options import MendOptions
 from ewc_finetune.mending.plan import MendPlan
 from ewc_finetune.modules.devices import on_device, random_state_kept
 from ewc_finetune.progress import Silent
@@ -30,7 +35,7 @@ Consolidate = Callable[[ConsolidateOptions, LoadedModel], Anchor]
 
 
 def run(todo: MendPlan, consolidate: Consolidate) -> Mended:
-    """Go through the ratios, take one, and write the model.
+    """Go through the ratios, take one, polish it if that is asked for, and write the model.
 
     Args:
         todo: The plan.
@@ -38,7 +43,7 @@ def run(todo: MendPlan, consolidate: Consolidate) -> Mended:
 
     Raises:
         EwcError: if model, anchors and data do not suit each other. The model is left as it was then.
-        RetentionError: if no ratio keeps what must be kept.
+        RetentionError: if no ratio keeps what must be kept, or polish does not.
     """
     options, loaded = todo.options, todo.loaded
     new = todo.new or consolidate(_consolidation(todo), loaded)
@@ -51,9 +56,10 @@ def run(todo: MendPlan, consolidate: Consolidate) -> Mended:
         raise
     loaded.model.eval()
     if options.plot is not None:
-        draw_charts(Path(options.plot), [chart(points, chosen)], "Between old and new, without training")
+        how = "and polished" if todo.polish else "without training"
+        draw_charts(Path(options.plot), [chart(points, chosen)], f"Between old and new, {how}")
     if todo.output is not None:
-        _write(todo, todo.output, points[chosen].ratio or 0.0)
+        _write(todo, todo.output, points[chosen])
     return Mended(loaded.model, tuple(points), chosen, why, todo.output)
 
 
@@ -80,12 +86,37 @@ def _mended(todo: MendPlan, anchors: list[Anchor]) -> tuple[list[Point], int, st
         chosen, why = choose(points, options.retain)
         # Found once more, for all weights at once would be as many models.
         put(model, centre(points[chosen].ratio or 0.0, anchors, Silent()))
+        if todo.polish is not None:
+            points.append(_polished(options, todo.polish, points[chosen], measures))
+            chosen, why = len(points) - 1, f"{why}; then {points[-1].steps:,} steps of training with rehearsal"
     return points, chosen, why
 
 
-def _write(todo: MendPlan, output: Path, ratio: float) -> None:
+def _polished(options: MendOptions, polish: FinetunePlan, mended: Point, measures: Measures) -> Point:
+    """Train the model on from where it is, and measure it.
+
+    Raises:
+        RetentionError: if less is kept then than must be.
+    """
+    steps = finetune(polish).steps
+    point = measures.point(f"{mended.name}, polished", mended.ratio, steps)
+    kept = least_unchanged(point.retention) or 0.0
+    if options.retain is not None and kept < options.retain:
+        before = least_unchanged(mended.retention) or 0.0
+        raise RetentionError(
+            f"{steps:,} steps of polish leave {kept:.1%} of the answers to the probes, and {options.retain:.1%} are to "
+            f"be kept: without them it is {before:.1%}. Leave --polish out, or rehearse more (--rehearse)"
+        )
+    return point
+
+
+def _write(todo: MendPlan, output: Path, taken: Point) -> None:
     """Write the mended model, with the anchors that have a part in it."""
     loaded, metadata = todo.loaded, todo.loaded.metadata
-    lineage = distinct([*metadata.lineage, *lineage_of(todo.old, [ratio] * len(todo.old))])
+    added = lineage_of(todo.old, [taken.ratio or 0.0] * len(todo.old))
+    if taken.steps:
+        own = {anchor.digest for anchor in todo.old}
+        added = [{**entry, "polished": taken.steps} if entry["sha256"] in own else entry for entry in added]
+    lineage = distinct([*metadata.lineage, *added])
     save = save_state_dict if loaded.checkpoint is None else loaded.checkpoint.save
     save(output, loaded.model, replace(metadata, lineage=lineage), overwrite=todo.options.overwrite)

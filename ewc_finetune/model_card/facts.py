@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ewc_finetune.anchor import describe
-from ewc_finetune.anchor.describe import counted, joined, labelled
+from ewc_finetune.anchor.describe import joined, labelled
 from ewc_finetune.anchor.provenance import Provenance
 from ewc_finetune.anchor.summary import Inspection
 from ewc_finetune.data.transform import Transform, is_transform
+from ewc_finetune.errors import counted
 from ewc_finetune.model_card.published import Published
 from ewc_finetune.model_card.text import code, code_of, last_part, name_of, place_of, some
 

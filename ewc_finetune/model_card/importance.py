@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from ewc_finetune.anchor.describe import counted
+from ewc_finetune.errors import counted
 from ewc_finetune.model_card.text import code
 
 # So many layers have a row, or a bar, each: those with the largest shares.

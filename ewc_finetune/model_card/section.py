@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ewc_finetune.anchor.describe import counted, joined
+from ewc_finetune.anchor.describe import joined
 from ewc_finetune.anchor.provenance import Provenance
 from ewc_finetune.anchor.summary import Inspection
-from ewc_finetune.errors import UsageError
+from ewc_finetune.errors import UsageError, counted
 from ewc_finetune.model_card.facts import facts
 from ewc_finetune.model_card.importance import importance
 from ewc_finetune.model_card.published import Published
@@ -55,7 +55,7 @@ def _introduction(origin: Provenance) -> str:
     matters = f"how much it matters to {knows}"
     if origin.curvature == "identity":
         matters = f"the same pull back to {knows}"
-    merged = f" It was merged from {len(origin.merged['parents'])} anchors." if origin.merged else ""
+    merged = f" It was merged from {counted(len(origin.merged['parents']), 'anchor')}." if origin.merged else ""
     return (
         f"This is an **anchor** for elastic weight consolidation: the weights of a trained PyTorch model and, for each "
         f"weight, {matters}. Fine-tune the model on new data under the anchor's pull, and it holds on to what it knew: "

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ewc_finetune.errors import ArchitectureError
+from ewc_finetune.errors import ArchitectureError, counted
 
 
 def find_head(model: nn.Module) -> tuple[str, nn.Linear]:
@@ -52,7 +52,9 @@ def replace_head(model: nn.Module, outputs: int, keep: bool) -> tuple[str, nn.Li
     if not set(parts) <= {"weight", "bias"}:
         raise ArchitectureError(f"the head {name} is parametrised by {', '.join(parts)}; it cannot be replaced as such")
     if keep and outputs < old.out_features:
-        raise ArchitectureError(f"the head {name} has {old.out_features} outputs; it cannot expand to {outputs}")
+        raise ArchitectureError(
+            f"the head {name} has {counted(old.out_features, 'output')}; it cannot expand to {outputs}"
+        )
     if keep and not all(parameter.requires_grad for parameter in old.parameters()):
         raise ArchitectureError(f"the head {name} is frozen, and new outputs would be too; use a new head")
     new = nn.Linear(old.in_features, outputs, old.bias is not None, old.weight.device, old.weight.dtype)

@@ -17,7 +17,7 @@ from ewc_finetune.choices import KfacSum
 from ewc_finetune.curvature.kronecker_block import Block
 from ewc_finetune.curvature.kronecker_factors import EXACT_EIGEN, DenseFactor, EighDecomposed, Factor
 from ewc_finetune.errors import AnchorMismatchError
-from ewc_finetune.penalty.conjugate_gradients import solve
+from ewc_finetune.penalty.conjugate_gradients import Map, solve
 
 # Of least squares in turn: how often, and by how much they still go where they stop.
 _TURNS, _STILL = 200, 1e-6
@@ -90,6 +90,40 @@ def _known(factor: Factor) -> Factor:
     least = eigen.largest() * _LEAST
     values = torch.where(eigen.eigenvalues > least, eigen.eigenvalues, 0.0)
     return replace(eigen, eigenvalues=values, rest=eigen.rest if eigen.rest > least else 0.0)
+
+
+def _inverse(block: Block) -> Map:
+    """Return the inverse of a block, of what is no rounding in it."""
+    known = replace(block, input=_known(block.input), output=_known(block.output))
+    return lambda matrix: known.spectral(matrix, lambda value: torch.where(value > 0, 1 / value, 0.0))
+
+
+def _inverse_of_two(one: Block, other: Block) -> Map:
+    """Return the inverse of the sum of two Kronecker products: division, where all their factors are diagonal."""
+    columns, a, b = _common_basis(one.input, other.input)
+    rows, g, h = _common_basis(one.output, other.output)
+    value = torch.outer(g, a) + torch.outer(h, b)
+    inverted = torch.where(value > 0, 1 / value, 0.0)
+    return lambda matrix: rows @ (inverted * (rows.T @ matrix @ columns)) @ columns.T
+
+
+def _common_basis(one: Factor, other: Factor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a basis in which two factors are diagonal, as columns, and their diagonals, without what is rounding.
+
+    It is that of their generalised eigenvectors (Golub and Van Loan, "Matrix computations", 8.7).
+    """
+    size = max(one.size, other.size)
+    total = torch.zeros(size, size, dtype=torch.float64)
+    # Of one size, so that the larger one's rounding is not taken for the smaller.
+    sizes = [max(factor.trace, torch.finfo(torch.float64).tiny) for factor in (one, other)]
+    for factor, trace in zip((one, other), sizes, strict=True):
+        total[: factor.size, : factor.size] += factor.matrix().double() / trace
+    values, vectors = torch.linalg.eigh(total)
+    kept = values > values[-1] * _LEAST
+    half = vectors[:, kept] / values[kept].sqrt()
+    share, turn = torch.linalg.eigh(half[: one.size].T @ (one.matrix().double() / sizes[0]) @ half[: one.size])
+    parts = [torch.where(part > _LEAST, part, 0.0) for part in (share, 1 - share)]
+    return half @ turn, sizes[0] * parts[0], sizes[1] * parts[1]
 
 
 def times_sum(blocks: Sequence[Block], matrix: Tensor) -> Tensor:
@@ -167,7 +201,8 @@ def centre_of(parts: Sequence[tuple[Block, Tensor]]) -> tuple[Tensor, float, flo
 
     By conjugate gradients from the newest centre (as Tam et al. 2023, "Merging by matching models in task parameter
     subspaces"), preconditioned with the block that stands in for the sum, until the pull is a millionth of what it was
-    there, or for 1,000 steps. What no block holds stays as it is.
+    there, or for 1,000 steps. The sum of two is inverted as it is, but for what cut ones are made of, and takes a few
+    steps. What no block holds stays as it is.
 
     Args:
         parts: Blocks of one layer with their centres, oldest first; the ones with fewer rows know the first ones.
@@ -190,12 +225,8 @@ def centre_of(parts: Sequence[tuple[Block, Tensor]]) -> tuple[Tensor, float, flo
     offset, left = torch.zeros_like(base), 0.0
     blocks = [block for block, _ in held]
     if pull.any():
-        near = stand_in(blocks)
-        near = replace(near, input=_known(near.input), output=_known(near.output))
-
-        def inverse(matrix: Tensor) -> Tensor:
-            return near.spectral(matrix, lambda value: torch.where(value > 0, 1 / value, 0.0))
-
+        small = max(max(block.input.size, block.output.size) for block in blocks) <= EXACT_EIGEN
+        inverse = _inverse_of_two(*blocks) if small and len(blocks) == 2 else _inverse(stand_in(blocks))
         offset, left = solve(lambda matrix: times_sum(blocks, matrix), pull, inverse, TOLERANCE, ITERATIONS)
     constant = 0.0
     for block, own in held:

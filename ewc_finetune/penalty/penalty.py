@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.choices import PENALTY_FORMS, Lineage, PenaltyForm, check_choice
 from ewc_finetune.curvature.kronecker_block import Block
-from ewc_finetune.errors import AnchorMismatchError, UsageError
+from ewc_finetune.errors import AnchorMismatchError, UsageError, counted
 from ewc_finetune.modules.wrappers import fitting, without
 from ewc_finetune.penalty.diagonal_penalty import HeldParameter, add_gradients, move
 from ewc_finetune.penalty.kronecker_penalty import HeldLayer
@@ -110,7 +110,7 @@ class Penalty:
 
     def __repr__(self) -> str:
         numbers = sum(held.centre.numel() for held in self._held.values())
-        layers = f", {len(self._layers)} layers in K-FAC blocks" if self._layers else ""
+        layers = f", {counted(len(self._layers), 'layer')} in K-FAC blocks" if self._layers else ""
         names = ", ".join(map(repr, self._anchors))
         return f"<Penalty of {names}: {self.form} form, {numbers:,} parameters one by one{layers}>"
 

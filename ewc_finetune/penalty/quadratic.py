@@ -23,7 +23,7 @@ from ewc_finetune.anchor.heads import of_one_head
 from ewc_finetune.anchor.lineage import had_a_part
 from ewc_finetune.choices import LINEAGES, Lineage, check_choice
 from ewc_finetune.curvature.kronecker_block import Block
-from ewc_finetune.errors import NonFiniteError, UsageError
+from ewc_finetune.errors import NonFiniteError, UsageError, counted
 from ewc_finetune.modules.precision import wide
 from ewc_finetune.storage.lazy_tensors import TensorFile, shapes_of
 
@@ -61,7 +61,10 @@ def spread_lambdas(lambdas: float | Sequence[float], anchors: int) -> list[float
     if len(values) == 1:
         values *= anchors
     if len(values) != anchors:
-        raise UsageError(f"{len(values)} lambdas for {anchors} anchors; give one for all, or one for each anchor")
+        raise UsageError(
+            f"{counted(len(values), 'lambda')} for {counted(anchors, 'anchor')}; "
+            "give one for all, or one for each anchor"
+        )
     return values
 
 

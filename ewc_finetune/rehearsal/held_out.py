@@ -8,7 +8,7 @@ import torch
 
 from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.anchor.probe_tensors import Probe
-from ewc_finetune.errors import UsageError
+from ewc_finetune.errors import UsageError, counted
 
 # The inputs that are left are this part of all,
 _PART = 4
@@ -26,8 +26,8 @@ def held_out(probe: Probe, where: str) -> list[int]:
     """
     if probe.samples < 2 * _LEAST:
         raise UsageError(
-            f"{where}: its probe of {probe.data} has {probe.samples} inputs, of which {_LEAST} must stay to measure "
-            f"with. Rehearse a probe of at least {2 * _LEAST} (ewc-ft consolidate --probe)"
+            f"{where}: its probe of {probe.data} has {counted(probe.samples, 'input')}, of which {_LEAST} must stay to "
+            f"measure with. Rehearse a probe of at least {2 * _LEAST} (ewc-ft consolidate --probe)"
         )
     order = torch.randperm(probe.samples, generator=torch.Generator().manual_seed(probe.seed))
     return sorted(order[: max(_LEAST, probe.samples // _PART)].tolist())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from ewc_finetune.errors import UsageError
@@ -54,7 +55,10 @@ class Rehearsing:
         """Check what no declaration says.
 
         Raises:
-            UsageError: if the weight is no number from 0 on.
+            UsageError: if the weight is no number from 0 on, or a source is called almost as the probes are.
         """
         if not is_number(self.rehearse_weight) or self.rehearse_weight < 0:
             raise UsageError(f"rehearse weight is {self.rehearse_weight}; expected a finite number, at least 0")
+        for source in self.rehearse:
+            if isinstance(source, str) and source != PROBES and get_close_matches(source.lower(), [PROBES], 1, 0.8):
+                raise UsageError(f"{source!r} is nothing to rehearse. Did you mean {PROBES!r} (those in the anchors)?")

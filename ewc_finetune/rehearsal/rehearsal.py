@@ -96,7 +96,7 @@ class Rehearsal:
             memory.divergence(self.model, order.draw(each), forward)
             for memory, order in zip(self.memories, self._orders, strict=True)
         ]
-        return self.weight * torch.stack(parts).mean()
+        return self.weight * (parts[0] if len(parts) == 1 else torch.stack(parts).mean())
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed to go on in the same order."""

@@ -30,7 +30,7 @@ from ewc_finetune.likelihood.registry import get_likelihood
 from ewc_finetune.likelihood.top_answers import TopAnswers
 from ewc_finetune.modules.heads import head_in_place
 from ewc_finetune.progress import Silent
-from ewc_finetune.rehearsal.held_out import held_out
+from ewc_finetune.rehearsal.held_out import held_out, with_held_out
 from ewc_finetune.rehearsal.memory import Memory
 from ewc_finetune.rehearsal.options import PROBES
 from ewc_finetune.rehearsal.teacher import as_anchored
@@ -99,11 +99,10 @@ class Teachers:
             UsageError: if a probe is too small for both.
             AnchorMismatchError: if a probe does not go into the model.
         """
-        memories, measured = [], []
+        memories = []
         for probe in anchor.probes:
             left = held_out(probe, anchor.label)
             ours = probe.subset(sorted(set(range(probe.samples)) - set(left)))
-            measured.append(probe.subset(left))
             plain, layer = get_likelihood(probe.likelihood), self.layer(anchor)
             likelihood = plain if probe.active is None else Active(plain, probe.active)
             with contextlib.nullcontext() if layer is None else head_in_place(self.model, layer):
@@ -115,7 +114,7 @@ class Teachers:
             memories.append(
                 Memory(anchor.label, _joined(ours, more), likelihood, layer, tuple(left), ours.samples, probe.samples)
             )
-        return memories, replace(anchor, probes=measured)
+        return memories, with_held_out(anchor)
 
     def data(self, domain: Domain, likelihood: Likelihood, seed: int) -> Memory:
         """Return what is rehearsed of data, of which labels are not looked at.

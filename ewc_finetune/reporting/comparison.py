@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ewc_finetune.reporting.figure import Figure, style_of
 from ewc_finetune.reporting.measures import NOTHING, Measure, measure_of, short
-from ewc_finetune.reporting.outcome import Outcome, data_key, sentence
+from ewc_finetune.reporting.outcome import Outcome, data_key, how_held, sentence
 from ewc_finetune.reporting.plots import Axis, Chart, Curve, Point, to_svg
 from ewc_finetune.specs.options import Setting
 
@@ -25,8 +26,8 @@ class Group:
         outcomes: What came of each, in the order of the runs.
         measure: What they are compared by.
         old: The old domains that all of them were scored on, as far as they were on any.
-        main: The run to look at first: the best held one.
-        best: Whether it was found to be the best of several.
+        main: The run to look at first: the best held one, or of several seeds the middle one of the best.
+        best: Whether it was found to be the best of several, not counting those that differ from it in the seed alone.
         settings: Options that change what a run learns, beside its anchors and lambda.
     """
 
@@ -62,15 +63,46 @@ class Group:
     @property
     def sentence(self) -> str:
         """The outcome in one sentence."""
-        plain = self.plain_for(self.main)
+        plain, seeds = self.plain_for(self.main), self.seeds_of(self.main)
+        middle = f"seed {self.main.options.get('seed')}"
         if not self.best:
-            return sentence(self.main, plain, self.measure)
+            start = f"{how_held(self.main)}, {middle} as the middle one of {len(seeds)}" if len(seeds) > 1 else ""
+            return sentence(self.main, plain, self.measure, start)
         held = [one for one in self.outcomes if one.held]
         name = f"lambda {self.main.strength}"
         if len({one.kind for one in held}) > 1:
             name = f"{self.main.kind} at {name}"
         start = f"Of {len(held)} held runs, {name} has the best mean of old and new"
+        if len(seeds) > 1:
+            start += f" over {len(seeds)} seeds, {middle} in the middle of them"
         return sentence(self.main, plain, self.measure, start)
+
+    def seeds_of(self, outcome: Outcome) -> list[Outcome]:
+        """Return the finished runs that differ from one in the seed alone, that one among them."""
+        key = _but_for_the_seed(outcome, self.settings)
+        found = [one for one in self.outcomes if one.finished and _but_for_the_seed(one, self.settings) == key]
+        seeds = {json.dumps(one.options.get("seed")) for one in found}
+        return found if len(seeds) == len(found) else [outcome]
+
+    @property
+    def several_seeds(self) -> list[list[Outcome]]:
+        """The runs that differ in the seed alone, as far as there are several."""
+        found = {id(seeds[0]): seeds for one in self.outcomes if len(seeds := self.seeds_of(one)) > 1}
+        return list(found.values())
+
+    @property
+    def steps(self) -> list[int]:
+        """The numbers of steps that the finished runs took, each once, in order."""
+        return sorted({round(one.run.document.get("steps") or 0) for one in self.outcomes if one.finished})
+
+    def spread(self, values: Sequence[float | None], *, kept: bool) -> str:
+        """Return the mean of retentions, or of what was learned, with the standard deviation."""
+        numbers = [value for value in values if value is not None]
+        if len(numbers) < len(values):
+            return NOTHING
+        mean = statistics.fmean(numbers) if kept and not self.old else self.measure.mean(numbers)
+        text = self.retention_text(mean) if kept else self.measure.text(mean)
+        return f"{text} ± {statistics.stdev(numbers):{'.1f' if text.endswith('%') else '.3g'}}"
 
     def differing(self) -> list[str]:
         """Return the options in which the runs differ, beside anchors and lambda."""
@@ -87,9 +119,7 @@ class Group:
 
     def _option(self, outcome: Outcome, key: str) -> str:
         """Return what an option of a run was; one that there was none of then was what it is by default."""
-        options, default = outcome.options, self.settings[key].default
-        value = outcome.found.get("norm_stats") if key == "norm-stats" else options.get(key, default)
-        return json.dumps(value, sort_keys=True)
+        return _option(outcome, key, self.settings)
 
     def option_text(self, outcome: Outcome, key: str) -> str:
         """Return the value of an option, as a table has it."""
@@ -176,14 +206,31 @@ def _group(outcomes: Sequence[Outcome], settings: Mapping[str, Setting]) -> Grou
     common = set.intersection(*scored) if scored else set()
     old = tuple(name for name in next((one.old for one in outcomes if one.old), ()) if name in common)
     held = [one for one in outcomes if one.held]
-    best, most = None, 0.0
+    sets: dict[str, list[tuple[float, Outcome]]] = {}
     for one in held:
         kept = one.retention(measure, old) if old else one.unchanged
         learned = one.plasticity(measure)
         if kept is None or learned is None or not one.finished or (not old and measure.scale != 100):
             continue
         good = measure.good(kept) + measure.good(learned)
-        if best is None or good > most:
-            best, most = one, good
-    main = best or next(iter([one for one in held if one.finished] or held or outcomes))
-    return Group(tuple(outcomes), measure, old, main, best is not None and len(held) > 1, settings)
+        sets.setdefault(_but_for_the_seed(one, settings), []).append((good, one))
+    main = next(iter([one for one in held if one.finished] or held or outcomes))
+    others = 0
+    if sets:
+        # Of several seeds their mean counts, and the one in the middle stands for them: not the luckiest.
+        best = max(sets.values(), key=lambda found: statistics.fmean(good for good, _ in found))
+        main = sorted(best, key=lambda pair: pair[0])[(len(best) - 1) // 2][1]
+        others = len(held) - len(best)
+    return Group(tuple(outcomes), measure, old, main, others > 0, settings)
+
+
+def _option(outcome: Outcome, key: str, settings: Mapping[str, Setting]) -> str:
+    value = outcome.options.get(key, settings[key].default)
+    return json.dumps(outcome.found.get("norm_stats") if key == "norm-stats" else value, sort_keys=True)
+
+
+def _but_for_the_seed(outcome: Outcome, settings: Mapping[str, Setting]) -> str:
+    """Return what runs have in common that differ in the seed alone; of plain ones anchors have no part in it."""
+    anchors = [anchor.get("sha256") for anchor in outcome.anchors] if outcome.held else []
+    options = [_option(outcome, key, settings) for key in settings if key != "seed"]
+    return json.dumps([outcome.kind, outcome.strength, anchors, options, outcome.run.document.get("steps")])

@@ -190,10 +190,10 @@ def sentence(outcome: Outcome, plain: Outcome | None, measure: Measure, start: s
         said.append(f"{short(outcome.target)} was not scored")
     if outcome.after and outcome.held and not outcome.old and not outcome.probes:
         said.append("what it kept of the old was not measured")
-    return f"{start or _start(outcome)}: {'; '.join(said)}."
+    return f"{start or how_held(outcome)}: {'; '.join(said)}."
 
 
-def _start(outcome: Outcome) -> str:
+def how_held(outcome: Outcome) -> str:
     """Say how a run was held or, where it did not finish, why and how far it got."""
     if outcome.finished and not any(outcome.strengths):
         return "Held by rehearsal" if outcome.rehearsed else "Trained without a penalty"

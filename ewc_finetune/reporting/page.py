@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
@@ -41,6 +41,13 @@ def part_of(group: Group) -> Part:
         reading.append("In bold: the best mean of what was kept and what was learned.")
     if len(group.old) > 1:
         reading.append(f"Kept is the mean over {listed([short(name) for name in group.old])}.")
+    if group.several_seeds:
+        reading.append("Runs that differ in the seed alone have a mean, with the standard deviation behind ±.")
+    if len(group.steps) > 1:
+        reading.append(
+            f"The runs are of unequal length ({group.steps[0]:,} to {group.steps[-1]:,} steps), so that they differ in "
+            "more than how they were held."
+        )
     if not group.measure.rising:
         reading.append(f"Less {group.measure.name} is better.")
     return Part(
@@ -98,19 +105,37 @@ def _kicker(title: str, outcome: Outcome, count: int) -> str:
 
 
 def _table(group: Group) -> Table:
-    """Return a row for each run: lambda, what was kept and learned, and in what else the runs differ."""
-    measure = group.measure
-    differing = group.differing()
-    columns: dict[str, list[str]] = {
-        "Run": [one.label for one in group.outcomes],
-        "Lambda": [one.strength if one.held else NOTHING for one in group.outcomes],
-        "Kept": [group.retention_text(group.retention(one)) for one in group.outcomes],
-        "Learned": [measure.text(one.plasticity(measure)) for one in group.outcomes],
+    """Return a row for each run: lambda, what was kept and learned, and in what else the runs differ.
+
+    Runs that differ in the seed alone have a row of their mean too, behind the last of them.
+    """
+    columns: dict[str, Callable[[Outcome], str]] = {
+        "Run": lambda one: one.label,
+        "Lambda": lambda one: one.strength if one.held else NOTHING,
+        "Kept": lambda one: group.retention_text(group.retention(one)),
+        "Learned": lambda one: group.measure.text(one.plasticity(group.measure)),
     }
     if len({one.kind for one in group.outcomes if one.held}) > 1:
-        columns["Penalty"] = [one.kind for one in group.outcomes]
-    columns |= {key: [group.option_text(one, key) for one in group.outcomes] for key in differing}
+        columns["Penalty"] = lambda one: one.kind
+    if len(group.steps) > 1:
+        columns["Steps"] = lambda one: f"{one.run.document.get('steps') or 0:,.0f}"
+    for key in group.differing():
+        columns[key] = partial(group.option_text, key=key)
     if any(not one.finished for one in group.outcomes):
-        columns["Status"] = [one.run.document["status"].partition(":")[0] for one in group.outcomes]
-    main = group.outcomes.index(group.main) if group.best else None
-    return Table(list(columns), [list(row) for row in zip(*columns.values(), strict=True)], main)
+        columns["Status"] = lambda one: one.run.document["status"].partition(":")[0]
+    rows, main = list[list[str]](), None
+    for one in group.outcomes:
+        rows.append([text(one) for text in columns.values()])
+        seeds = group.seeds_of(one)
+        shown = one
+        if len(seeds) > 1:
+            if one is not seeds[-1]:
+                continue
+            kept = group.spread([group.retention(seed) for seed in seeds], kept=True)
+            learned = group.spread([seed.plasticity(group.measure) for seed in seeds], kept=False)
+            own = {"Run": f"mean of {len(seeds)} seeds", "Kept": kept, "Learned": learned, "seed": NOTHING}
+            rows.append([own.get(name) or text(one) for name, text in columns.items()])
+            shown = group.main if group.main in seeds else one
+        if group.best and shown is group.main:
+            main = len(rows) - 1
+    return Table(list(columns), rows, main)

@@ -232,7 +232,7 @@ def _unmeasured(outcome: Outcome) -> str:
     if outcome.probes:
         return (
             "No old domain was scored, so retention is what the probes in the anchors say: how far the answers to them "
-            "are those from before. To score one, name it with --eval."
+            "are those that were kept. To score one, name it with --eval."
         )
     return (
         "What the model kept of the old was not measured. Name old data with --eval where there is some, or put probes "

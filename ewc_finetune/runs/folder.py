@@ -36,11 +36,12 @@ class RunFolder:
         path: The run folder.
         last: Where the checkpoint after the last evaluation is, while the run is under way.
         document: What `run.json` says.
+        reopened: Whether it is that of a run that was stopped.
     """
 
     def __init__(self, path: Path, document: dict[str, Any], *, reopened: bool = False) -> None:
         self._place(path)
-        self._reopened = reopened
+        self.reopened = reopened
         self._finished = False
         self.document = document
         self._earlier: Workspace | None = None
@@ -196,6 +197,10 @@ class RunFolder:
             if path != self.best(step):
                 path.unlink(missing_ok=True)
 
+    def generated(self, number: int) -> Path:
+        """Return where what was generated for a source of rehearsal is kept, by the source's number."""
+        return self.path / f"generated-{number}.json"
+
     def load_state(self) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
         """Return the state to go on from (None: from the start), and the lines of the log up to there; drop later ones.
 
@@ -222,8 +227,8 @@ class RunFolder:
 
     @property
     def resumable(self) -> bool:
-        """Whether there is something to go on from: a state, or runs of a search."""
-        kept = self._state.exists() or self.last.exists()
+        """Whether there is something to go on from: a state, runs of a search, or what was generated."""
+        kept = self._state.exists() or self.last.exists() or any(self.path.glob("generated-*.json"))
         return not self._finished and (kept or bool(self.document.get("trials")))
 
     def finish(self, *, keep_last: bool, **results: Any) -> None:
@@ -243,7 +248,8 @@ class RunFolder:
 
     def _clear(self, keep_last: bool) -> None:
         """Remove the states of a run that is finished."""
-        gone = [self._state, *self.path.glob("best-*.pt"), *(() if keep_last else (self.last,))]
+        made = [*self.path.glob("best-*.pt"), *self.path.glob("generated-*.json")]
+        gone = [self._state, *made, *(() if keep_last else (self.last,))]
         for path in gone:
             path.unlink(missing_ok=True)
 
@@ -251,7 +257,7 @@ class RunFolder:
         """Record why the run ended early, if there is something to go on from; else leave things as they were."""
         if self._finished:
             return
-        if self.resumable or self._reopened:
+        if self.resumable or self.reopened:
             with contextlib.suppress(StorageError):  # the disk may be what stopped the run
                 self.update(status=status, ended=_now())
             self._metrics.close()

@@ -89,6 +89,12 @@ MERGE = (
 )
 
 
+MEND = (
+    Idle("rehearse", lambda o: o["polish"] is None, "it is for --polish"),
+    Idle("lr", lambda o: o["polish"] is None, "it is for --polish"),
+)
+
+
 def say_idle(options: Any, idle: tuple[Idle, ...], facts: Mapping[str, Any], progress: Progress) -> None:
     """Say which options do nothing, of those that are not as they are by default.
 

@@ -16,7 +16,7 @@ from ewc_finetune.checkpoint.formats.state_dict import StateDict
 from ewc_finetune.checkpoint.location import is_there
 from ewc_finetune.checkpoint.open import ending_of
 from ewc_finetune.checkpoint.pin import pinned_model
-from ewc_finetune.errors import NonFiniteError, StorageError, UsageError, few
+from ewc_finetune.errors import NonFiniteError, StorageError, UsageError, counted, few
 from ewc_finetune.evaluation.cost import Estimate
 from ewc_finetune.finetuning.cost import cost
 from ewc_finetune.finetuning.options import FinetuneOptions
@@ -131,7 +131,8 @@ def what_is_left(swept: SweepPlan) -> Left:
     todo = [_job(swept, point, point.name in stopped) for point in swept.points if point.name not in done]
     _check_places(folder, todo)
     progress.note(
-        f"{len(points)} runs: {len(todo) - len(stopped)} to make, {len(stopped)} to go on with, {len(done)} done"
+        f"{counted(len(points), 'run')}: {len(todo) - len(stopped)} to make, {len(stopped)} to go on with, "
+        f"{len(done)} done"
     )
     if stale:
         names = few([run.path.name for run in stale])

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ewc_finetune.errors import EwcError, StorageError, few
+from ewc_finetune.errors import EwcError, StorageError, counted, few
 from ewc_finetune.finetuning.options import FinetuneOptions
 from ewc_finetune.finetuning.plan import plan as plan_run
 from ewc_finetune.finetuning.run import run as do_run
@@ -38,7 +38,7 @@ class Sweep:
     document: dict[str, Any]
 
     def __repr__(self) -> str:
-        return f"<Sweep {str(self.folder)!r}: {len(self.tradeoff.outcomes)} runs>"
+        return f"<Sweep {str(self.folder)!r}: {counted(len(self.tradeoff.outcomes), 'run')}>"
 
     @property
     def knee(self) -> Position | None:
@@ -67,7 +67,9 @@ def run(swept: SweepPlan) -> Sweep:
         tradeoff = folder.write("finished")
         if len(folder.failures) == len(swept.points):
             first = next(iter(folder.failures.values()))
-            raise EwcError(f"all {len(swept.points)} runs of the sweep {folder.path} failed; the first one: {first}")
+            raise EwcError(
+                f"of {counted(len(swept.points), 'run')} of the sweep {folder.path} all failed; the first one: {first}"
+            )
         done = Sweep(folder.path, tradeoff, folder.to_json(tradeoff, "finished"))
         if options.discard:
             _discard(done, folder, progress)

@@ -280,8 +280,8 @@ def test_a_file_may_name_a_class_that_is_in_the_source(folder):
         ("torch.nn:Lineal", ArchitectureError, "has no Lineal"),
         ("torch:ones", ArchitectureError, "cannot be built|gives a Tensor"),
         ("torchvision:resnet81", ArchitectureError, r"Did you mean 'resnet18'|torchvision has no model 'resnet81'"),
-        ("mlp?width=3", ArchitectureError, "cannot be built: TypeError.*width"),
-        ("mlp?in_features=-1", ArchitectureError, "cannot be built"),
+        ("mlp?width=3", ArchitectureError, "mlp has no option .width."),
+        ("mlp?in_features=-1", ArchitectureError, "in_features is -1; expected a whole number"),
         ("mlp?hidden", UsageError, "expected key=value"),
     ],
 )

@@ -558,7 +558,7 @@ def test_inspecting_what_cannot_be_opened(ewc_ft, tmp_path):
     torch.save({"a.weight": torch.ones(2, 2), "b.weight": torch.ones(2).half()}, tmp_path / "m.pt")
     text = ewc_ft("inspect", "m.pt").stderr
     assert "architecture   m.pt does not say what architecture its weights belong to" in text
-    assert "float16        2 numbers in 1 tensors, 4 bytes" in text
+    assert "float16        2 numbers in 1 tensor, 4 bytes" in text
     save_pickled(small(), tmp_path / "p.pt")
     found = json.loads(ewc_ft("inspect", "p.pt", "--json").stdout)
     assert "support.models.Small" in found["unsafe"]
@@ -592,7 +592,7 @@ def test_outputs_that_are_named_for_another_format(tmp_path):
 def test_what_stands_behind_a_prefix_is_said(tmp_path):
     save_lightning(small(), tmp_path / "m.ckpt")
     remarks = open_model(tmp_path / "m.ckpt", "support.models:Small").remarks
-    assert remarks[-1].endswith("its names stand behind 'model.'; 1 tensors with other names stay as they are")
+    assert remarks[-1].endswith("its names stand behind 'model.'; 1 tensor of other names left alone")
 
 
 WIDE = "mlp?in_features=2048&hidden=2048,2048,2048,2048&num_classes=16&batch_norm=false"

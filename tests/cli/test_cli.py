@@ -180,7 +180,7 @@ BAD = {
     "too many lambdas": (
         ["finetune", "--anchors", "model.anchor.safetensors", "--data", NEW, "--lambda", "1", "--lambda", "2"],
         2,
-        "2 lambdas for 1 anchors",
+        "2 lambdas for 1 anchor;",
     ),
     "nothing to start from": (["finetune", "--data", NEW], 2, "nothing to start from"),
     "a checkpoint for an anchor": (

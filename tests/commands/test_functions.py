@@ -291,7 +291,7 @@ def test_outputs_are_never_lost(model, anchor, tmp_path):
     ("options", "error", "message"),
     [
         ({"lambdas": -1.0}, UsageError, "lambda is -1.0"),
-        ({"lambdas": [1.0, 2.0]}, UsageError, "2 lambdas for 1 anchors"),
+        ({"lambdas": [1.0, 2.0]}, UsageError, "2 lambdas for 1 anchor;"),
         ({"epochs": -1}, UsageError, "epochs is -1"),
         ({"lr": float("nan")}, UsageError, "lr is nan"),
         ({"lr": 0.0}, UsageError, "lr is 0"),

@@ -102,7 +102,7 @@ def test_what_becomes_of_the_head_is_said(anchored):
     assert done.model.head.out_features == 3
     assert "head head: data has no label beyond its 3 outputs, so none is added" in notes.lines
     done = ewc.finetune(None, data(2, offset=3), anchors=anchored, head="expand", epochs=0, progress=notes)
-    assert "head head: 2 outputs are added to 3" in notes.lines
+    assert "head head: 2 more outputs beside the 3" in notes.lines
     done = ewc.finetune(None, data(2), anchors=anchored, head="new", epochs=0, progress=notes)
     assert "head head: a new one, with 2 outputs in the place of 3" in notes.lines
 

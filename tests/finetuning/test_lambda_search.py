@@ -1,5 +1,6 @@
 """The strongest penalty within a tolerance, found on the new domain alone."""
 
+import copy
 import functools
 import json
 import math
@@ -21,7 +22,7 @@ from ewc_finetune.errors import RetentionError, UsageError
 from ewc_finetune.evaluation.probe import Retention
 from ewc_finetune.evaluation.score import Score
 from ewc_finetune.finetuning.aims import Best, Retaining, Trial, Within
-from ewc_finetune.finetuning.lambda_search import RUNS, search_lambda, split
+from ewc_finetune.finetuning.lambda_search import RUNS, Search, search_lambda, split
 from ewc_finetune.progress import Silent
 
 
@@ -279,6 +280,41 @@ def test_what_a_run_keeps_of_the_answers(tmp_path):
             run(retain=wrong)
     with pytest.raises(UsageError, match="--retain goes by the answers to the probes in the anchors"):
         run(retain=0.9, anchors=anchor.without_probes())
+
+
+def test_what_is_advised_was_not_done_already(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+    ewc.finetune(model, blobs(0), epochs=20, lr=3e-2, eval_on=[])
+    anchor = ewc.consolidate(model, blobs(0), probe=40)
+    found = Search(1e-9, True, "", ())
+    monkeypatch.setattr(ewc.finetuning.run, "search_by_trials", lambda *_: found)
+
+    def advice(name, progress=None, **options):
+        common = {"lambdas": 0, "retain": 0.999, "lr": 0.3, "batch_size": 20, "epochs": 2, "eval_on": []}
+        where = {"output": tmp_path / f"{name}.pt", "architecture": "x:Y", "progress": progress or Silent()}
+        with pytest.raises(RetentionError) as error:
+            ewc.finetune(copy.deepcopy(model), blobs(1, shift=1), anchors=anchor, **{**common, **where, **options})
+        return str(error.value).partition("are to be kept. ")[2]
+
+    notes = Notes()
+    assert advice("a", notes) == "Use a larger --lambda (auto looks for one), --rehearse probes, or a smaller --retain"
+    go_on = f"to go on with less: ewc-ft finetune --resume {tmp_path / 'a.run'} --retain X, of a smaller X"
+    assert notes.lines[-1].endswith(go_on)
+    done = ewc.finetune(
+        copy.deepcopy(model), blobs(1, shift=1), anchors=anchor, lambdas=0, retain=0.001, lr=0.3, batch_size=20,
+        epochs=2, eval_on=[], output=tmp_path / "a.pt", architecture="x:Y", resume=tmp_path / "a.run",
+    )  # fmt: skip
+    assert done.output.exists()
+    rehearsing = advice("b", rehearse=["probes"])
+    assert "a larger --rehearse-weight" in rehearsing
+    assert "--rehearse probes" not in rehearsing
+    notes = Notes()
+    auto = advice("c", notes, lambdas="auto", rehearse=["probes"])
+    assert "Its lambda, 1e-09, is what auto found by shorter runs" in auto
+    assert "a larger number for --lambda; a larger --rehearse-weight; anchors with more inputs in the probe" in auto
+    assert "auto looks" not in auto
+    assert "--resume" not in str(notes)
 
 
 @pytest.mark.parametrize("curvature", ["diagonal", "kfac"])

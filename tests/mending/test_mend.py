@@ -11,11 +11,15 @@ from support.notes import Notes
 from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
+from ewc_finetune.anchor import describe
 from ewc_finetune.checkpoint.open import open_model
+from ewc_finetune.checkpoint.summary import inspect_checkpoint
 from ewc_finetune.commands import consolidate
 from ewc_finetune.curvature.options import ConsolidateOptions
-from ewc_finetune.errors import RetentionError, StorageError, UsageError
+from ewc_finetune.errors import ArchitectureError, RetentionError, StorageError, UsageError
+from ewc_finetune.finetuning.trainer import Trainer
 from ewc_finetune.mending import plan as mending_plan
+from ewc_finetune.mending import run as mending_run
 from ewc_finetune.penalty.quadratic import sum_quadratics
 
 _INPUTS, _LABELS = blobs(shift=8.0, seed=1).tensors
@@ -126,9 +130,18 @@ def test_nothing_to_measure_by(forgot, start, tmp_path):
             mend(forgot, bare, ratios=[wrong])
 
 
+def test_weights_alone_take_an_architecture(forgot, old, tmp_path):
+    torch.save(forgot.state_dict(), tmp_path / "bare.pt")
+    with pytest.raises(ArchitectureError, match="Name it with --arch"):
+        ewc.mend(tmp_path / "bare.pt", NEW, anchors=old)
+    done = ewc.mend(tmp_path / "bare.pt", NEW, anchors=old, ratios=[1.0], architecture=LOUD, output=tmp_path / "m.pt")
+    assert done.output.is_file()
+
+
 def test_it_says_things_once(forgot, old):
     notes = Notes()
-    mend(forgot, old, ratios=[0.3, 1.0], progress=notes)
+    mend(forgot, old, ratios=[0.3, 1.0], polish=2, progress=notes)
+    assert notes.about("what is kept is measured by 20 of 80 inputs in probes: the others are rehearsed")
     assert len(notes.lines) == len(set(notes.lines))
 
 
@@ -147,3 +160,101 @@ def test_a_model_that_is_open_is_consolidated_as_its_file_would_be(forgot, old, 
     monkeypatch.setattr(consolidate, "open_model", None)
     ewc.mend(tmp_path / "m.pt", NEW, anchors=old, ratios=[1.0])
     assert len(opens) == 1
+
+
+def test_polish_goes_on_from_the_mended_weights(forgot, old, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(mending_run, "draw_charts", lambda path, charts, title: drawn.append((charts, title)))
+    files = {"output": tmp_path / "m.pt", "plot": tmp_path / "m.png"}
+    done = mend(forgot, old, polish=40, lr=1e-2, **files)
+    mended, polished = next(point for point in done.points if point.ratio == done.taken.ratio), done.taken
+    assert polished is done.points[-1]
+    assert (polished.name, polished.steps, mended.steps) == (f"{mended.name}, polished", 40, 0)
+    assert polished.kept + polished.learned > mended.kept + mended.learned + 0.05
+    assert [s.accuracy for s in polished.scores] == [accuracy(done.model, NEW), accuracy(done.model, OLD)]
+    # A quarter of the probe is never rehearsed, and is all that is measured by, before and after.
+    assert {kept.samples for point in done.points for kept in point.retention} == {20}
+    assert done.why.endswith("; then 40 steps of training with rehearsal")
+    assert json.loads(json.dumps(done.to_json()))["points"][-1]["steps"] == 40
+    (((chart,), title),) = drawn
+    assert title == "Between old and new, and polished"
+    curve = chart.curves[1]
+    assert (curve.name, curve.labels, curve.points) == ("polished", ["40 steps"], [(polished.learned, polished.kept)])
+    assert chart.chosen == (polished.learned, polished.kept)
+    assert chart.x.limits[1] == chart.y.limits[1] == 1
+    assert len(chart.curves[0].points) == 6
+    again = ewc.consolidate(tmp_path / "m.pt", OLD, architecture=LOUD)
+    assert [(entry["name"], entry["polished"]) for entry in again.provenance.lineage] == [("old", 40)]
+    assert f"lambda {polished.ratio:g}, steps of polish 40" in describe.ancestor(again.provenance.lineage[0])
+    assert ("trained under", f"old (lambda {polished.ratio}, 40 steps of polish)") in inspect_checkpoint(
+        tmp_path / "m.pt"
+    ).facts
+    assert all(p.requires_grad and p.grad is None for p in done.model.parameters())
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_polish_takes_as_many_steps_of_a_loader(forgot, old, batches):
+    inputs, labels = NEW.tensors
+    loader = [(inputs[n::batches], labels[n::batches]) for n in range(batches)]
+    done = ewc.mend(copy.deepcopy(forgot), loader, anchors=old, eval_on=[OLD], ratios=[1.0], polish=7)
+    assert done.taken.steps == 7
+
+
+def test_polish_rehearses_data_where_there_is_no_probe(forgot, start):
+    bare = ewc.consolidate(start, OLD, samples=100)
+    options = {"ratios": [0.3], "polish": 40, "lr": 1e-2}
+    done = mend(forgot, bare, rehearse=[TensorDataset(OLD.tensors[0])], **options)
+    assert done.taken.kept > done.points[0].kept + 0.02
+    with pytest.raises(UsageError, match="there is no probe to rehearse in the anchors: .* --rehearse DATA"):
+        mend(forgot, bare, progress=Busy(), **options)
+
+
+class Busy(Notes):
+    """Work has begun where a bar is shown."""
+
+    def bar(self, title, total, unit):
+        raise AssertionError(f"{title} has begun")
+
+
+def test_what_cannot_be_polished_is_said_before_any_work(forgot, start, old):
+    small = ewc.consolidate(start, OLD, probe=20)
+    with pytest.raises(UsageError, match="has 20 inputs, of which 16 must stay to measure with"):
+        mend(forgot, small, polish=1, progress=Busy())
+    with pytest.raises(UsageError, match="has no labels, and polish trains on them; leave --polish out"):
+        ewc.mend(copy.deepcopy(forgot), TensorDataset(NEW.tensors[0]), anchors=old, polish=1, progress=Busy())
+    with pytest.raises(UsageError, match="lr is -1"):
+        mend(forgot, old, polish=1, lr=-1, progress=Busy())
+    for wrong in (0, 1.5, True):
+        with pytest.raises(UsageError, match=f"polish is {wrong}; expected a whole number, at least 1"):
+            mend(forgot, old, polish=wrong, progress=Busy())
+    notes = Notes()
+    mend(forgot, old, ratios=[1.0], rehearse=["probes"], lr=0.1, progress=notes)
+    assert notes.about("--rehearse does nothing: it is for --polish")
+    assert notes.about("--lr does nothing: it is for --polish")
+
+
+def test_an_interrupted_polish_leaves_everything_as_it_was(forgot, old, tmp_path, monkeypatch):
+    taken = []
+
+    def interrupt(self, group, step=Trainer._step):
+        step(self, group)
+        taken.append(1)
+        if len(taken) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "_step", interrupt)
+    net = copy.deepcopy(forgot)
+    files = {"output": tmp_path / "m.pt", "plot": tmp_path / "m.png"}
+    with pytest.raises(KeyboardInterrupt):
+        ewc.mend(net, NEW, anchors=old, eval_on=[OLD], ratios=[1.0], polish=9, **files)
+    assert len(taken) == 3
+    assert all(p.equal(q) for p, q in zip(net.state_dict().values(), forgot.state_dict().values(), strict=True))
+    assert not list(tmp_path.iterdir())
+
+
+def test_polish_that_loses_what_must_be_kept_is_refused(forgot, old):
+    net = copy.deepcopy(forgot)
+    options = {"ratios": [100.0], "retain": 0.9, "polish": 60, "lr": 0.5}
+    with pytest.raises(RetentionError, match="60 steps of polish leave .* and 90.0% are to be kept"):
+        ewc.mend(net, NEW, anchors=old, eval_on=[OLD], rehearse=[TensorDataset(NEW.tensors[0])], **options)
+    assert all(p.equal(q) for p, q in zip(net.state_dict().values(), forgot.state_dict().values(), strict=True))

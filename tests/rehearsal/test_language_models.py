@@ -1,14 +1,19 @@
 """Rehearsing what a language model says itself: with no old data at all."""
 
+import json
+import math
+
 import pytest
 import torch
 from support.transformers_models import corpus, llama, saved, tokenizer
 
 import ewc_finetune as ewc
 from ewc_finetune.checkpoint.open import open_model
+from ewc_finetune.data import generation
 from ewc_finetune.data.preprocessing import preprocessed
 from ewc_finetune.data.sources import load_domain
 from ewc_finetune.errors import DataError, UsageError
+from ewc_finetune.finetuning.observer import RunObserver
 from ewc_finetune.likelihood.base import IGNORED
 
 
@@ -93,3 +98,125 @@ def test_what_generates_nothing_is_refused(tmp_path):
             torch.utils.data.TensorDataset(torch.randn(20, 4), torch.arange(20) % 3),
             rehearse=["generate:20"],
         )
+
+
+# What was generated is kept
+
+
+class Stopped(BaseException):
+    """Stands for a process that ends."""
+
+
+def stopped_at(monkeypatch, line):
+    """Have the next run end at a line of its log, and keep its folder as it is then."""
+    log, lines = RunObserver.log, [0]
+
+    def counting(self, values):
+        log(self, values)
+        lines[0] += 1
+        if lines[0] == line:
+            folder = self.checkpoints.folder
+            folder.stop = lambda _: folder._metrics.close()
+            raise Stopped
+
+    monkeypatch.setattr(RunObserver, "log", counting)
+    return lambda: monkeypatch.setattr(RunObserver, "log", log)
+
+
+@pytest.fixture
+def going(tmp_path, requests, monkeypatch):
+    """Make a run in a folder, with dropout, that rehearses the model's own answers; return how often it generated."""
+    start = saved(llama(attention_dropout=0.2), tmp_path / "start")
+    data, drawn, made = corpus(tmp_path / "corpus.txt"), generation._drawn, []
+
+    def counted(*arguments):
+        made.append(arguments)
+        return drawn(*arguments)
+
+    monkeypatch.setattr(generation, "_drawn", counted)
+
+    def run(where, **options):
+        made.clear()
+        where.mkdir(exist_ok=True)
+        monkeypatch.chdir(where)
+        sources = [f"generate:6?prompts={requests}&length=4", "generate:5?length=6"]
+        common = {"rehearse": sources, "epochs": 3, "batch_size": 4, "eval_on": [], "eval_every": 2, "output": "m"}
+        ewc.finetune(start, data, **{**common, **options})
+        return len(made)
+
+    return run
+
+
+@pytest.mark.parametrize("line", [1, 3, 5])
+def test_what_was_generated_is_not_generated_again(line, going, tmp_path, monkeypatch):
+    assert going(tmp_path / "whole") == 2
+    undo = stopped_at(monkeypatch, line)
+    with pytest.raises(Stopped):
+        going(tmp_path / "part")
+    undo()
+    assert (tmp_path / "part" / "m.run" / "generated-1.json").exists()
+    assert going(tmp_path / "part", resume="m.run") == 0
+    for name in ("m/model.safetensors", "m.run/metrics.jsonl"):
+        assert (tmp_path / "part" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not list((tmp_path / "part" / "m.run").glob("generated*"))
+
+
+def test_short_runs_read_what_was_generated(folder, tmp_path, monkeypatch):
+    (tmp_path / "many.txt").write_text("\n".join(["w1 w2 w3 w4", "w5 w6"] * 10))
+    anchor = ewc.consolidate(folder, "generate:20?length=6", output=tmp_path / "a.safetensors").path
+    drawn, made = generation._drawn, []
+    monkeypatch.setattr(generation, "_drawn", lambda *given: made.append(given) or drawn(*given))
+    ewc.finetune(
+        folder, f"text:{tmp_path / 'many.txt'}", anchors=anchor, lambdas="auto", rehearse=["generate:5?length=6"],
+        epochs=1, eval_on=[], output=tmp_path / "out",
+    )  # fmt: skip
+    assert len(made) == 1
+
+
+DAMAGE = {
+    "cut": (lambda d: None, r"it cannot be read \(JSONDecodeError\)"),
+    "deep": (lambda d: "[" * 2000, r"it cannot be read|larger than they can be"),
+    "large": (lambda d: " " * (1 << 20), "it is larger than they can be"),
+    "list": (lambda d: [], "it is no JSON object"),
+    "other": (lambda d: {**d, "format": "x"}, "it is no ewc-generated file of version 1"),
+    "asked": (lambda d: {**d, "asked": 3}, "it does not say what they are"),
+    "count": (lambda d: {**d, "asked": {**d["asked"], "count": 7}}, r"with another count \(7, and asked for is 6\)"),
+    "prompts": (lambda d: {**d, "asked": {**d["asked"], "prompts": "0"}}, "with another prompts"),
+    "fewer": (lambda d: {**d, "samples": d["samples"][:-1]}, "5 are in it, and it should be 6"),
+    "none": (lambda d: {**d, "samples": None}, "nothing is in it, and it should be 6"),
+    "nan": (lambda d: {**d, "samples": [[math.nan], *d["samples"][1:]]}, "sample 0 is no list of tokens from 0 to 49"),
+    "unknown": (lambda d: {**d, "samples": [[*d["samples"][0], 50], *d["samples"][1:]]}, "sample 0 is no list of"),
+    "begin": (lambda d: {**d, "samples": [[9, 9, 9, 9], *d["samples"][1:]]}, "sample 0 does not begin as it should"),
+    "long": (
+        lambda d: {**d, "samples": [d["samples"][0] + [9] * 4, *d["samples"][1:]]},
+        "or has [5-8] tokens|or has 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_a_file_that_holds_something_else(change, message, going, tmp_path, monkeypatch):
+    undo = stopped_at(monkeypatch, 3)
+    with pytest.raises(Stopped):
+        going(tmp_path / "part")
+    undo()
+    path = tmp_path / "part" / "m.run" / "generated-1.json"
+    changed = change(json.loads(path.read_text()))
+    text = path.read_text()[:-9] if changed is None else changed if isinstance(changed, str) else json.dumps(changed)
+    path.write_text(text)
+    with pytest.raises(
+        DataError, match=f"generated-1.json does not hold the samples .*{message}.*Put it back, or remove"
+    ):
+        going(tmp_path / "part", resume="m.run")
+    path.unlink()
+    assert going(tmp_path / "part", resume="m.run") == 1
+
+
+def test_requests_that_changed_since(going, requests, tmp_path, monkeypatch):
+    undo = stopped_at(monkeypatch, 3)
+    with pytest.raises(Stopped):
+        going(tmp_path / "part")
+    undo()
+    requests.write_text("w7 w8\nw9\n")
+    with pytest.raises(DataError, match="generated with another prompts"):
+        going(tmp_path / "part", resume="m.run")

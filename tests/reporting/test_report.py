@@ -118,6 +118,60 @@ def test_several_runs_are_compared_with_plain_fine_tuning(tmp_path):
     assert names[:4] == ["diagonal-10", "diagonal-30", "diagonal-50", "diagonal-80"]
 
 
+def seeded(folder, name, strength, seed, kept, **changes):
+    after = [score("mnist", kept), score("fmnist", 0.85)]
+    options = {"seed": seed, **changes.pop("options", {})}
+    return write_run(
+        folder / f"{name}.run", anchors=[anchor(strength=strength)], after=after, options=options, **changes
+    )
+
+
+def rows_of(made):
+    return {row[0]: dict(zip(made.parts[0].table.header, row, strict=True)) for row in made.parts[0].table.rows}
+
+
+def test_several_seeds_have_a_mean_and_the_luckiest_does_not_win(tmp_path):
+    runs = [seeded(tmp_path, f"a{n}", 100.0, n, kept) for n, kept in enumerate((0.90, 0.92, 0.94))]
+    runs += [seeded(tmp_path, f"b{n}", 30.0, n, kept) for n, kept in enumerate((0.96, 0.80, 0.81))]
+    made = ewc_finetune.report(runs, output=tmp_path / "r.html")
+    assert "Of 6 held runs, lambda 100 has the best mean of old and new over 3 seeds, seed 1 in the middle of them" in (
+        made.sentence
+    )
+    assert "to 92.0% on mnist" in made.sentence
+    table = made.parts[0].table
+    assert [row[0] for row in table.rows] == ["a0", "a1", "a2", "mean of 3 seeds", "b0", "b1", "b2", "mean of 3 seeds"]
+    assert table.rows[3][table.header.index("Kept")] == "92.0% ± 2.0"
+    assert table.rows[3][table.header.index("Learned")] == "85.0% ± 0.0"
+    assert table.main == 3
+    assert "Runs that differ in the seed alone have a mean" in made.parts[0].reading
+    only = ewc_finetune.report(runs[:3], output=tmp_path / "s.html")
+    assert only.sentence.startswith("Held at lambda 100, seed 1 as the middle one of 3: accuracy went")
+    assert only.parts[0].table.main is None
+    again = seeded(tmp_path, "again", 100.0, 0, 0.9)  # the same seed twice is no two seeds
+    twice = ewc_finetune.report([runs[0], again], output=tmp_path / "t.html")
+    assert [row[0] for row in twice.parts[0].table.rows] == ["a0", "again"]
+
+
+def test_runs_of_unequal_length_say_so(tmp_path):
+    short, long = (
+        seeded(tmp_path, name, strength, 0, 0.9, steps=steps)
+        for name, strength, steps in (("short", 10.0, 300), ("long", 100.0, 2400))
+    )
+    made = ewc_finetune.report([short, long], output=tmp_path / "r.html")
+    assert {name: row["Steps"] for name, row in rows_of(made).items()} == {"short": "300", "long": "2,400"}
+    assert "The runs are of unequal length (300 to 2,400 steps)" in made.parts[0].reading
+    alike = ewc_finetune.report([long, seeded(tmp_path, "too", 10.0, 0, 0.9)], output=tmp_path / "s.html")
+    assert "Steps" not in alike.parts[0].table.header
+    assert "unequal" not in alike.parts[0].reading
+
+
+def test_probes_are_compared_with_what_the_anchor_keeps(tmp_path):
+    """A merged anchor's answers are several models', and none of them need be the one that the run began with."""
+    page = page_of(write_run(tmp_path / "a.run", retention=probes(0.9, 0.1)))
+    assert "whose likeliest answer is the one that the anchor keeps with them" in page.text
+    assert "before the run" not in page.text
+
+
 def test_the_plain_run_beside_one_is_the_one_most_like_it(tmp_path):
     held = write_run(tmp_path / "held.run", options={"seed": 1})
     other = write_plain(tmp_path / "other.run")

@@ -14,6 +14,7 @@ import ewc_finetune as ewc
 from ewc_finetune.curvature.options import ConsolidateOptions
 from ewc_finetune.data.domain import as_domain
 from ewc_finetune.finetuning.options import FinetuneOptions
+from ewc_finetune.mending.options import MendOptions
 from ewc_finetune.penalty.options import MergeOptions
 from ewc_finetune.runs import idle
 
@@ -102,6 +103,7 @@ def test_what_is_listed_are_options():
         (FinetuneOptions, idle.FINETUNE),
         (ConsolidateOptions, idle.CONSOLIDATE),
         (MergeOptions, idle.MERGE),
+        (MendOptions, idle.MEND),
     ):
         known = {field.name for field in dataclasses.fields(options)}
         assert all(row.option in known for row in rows)

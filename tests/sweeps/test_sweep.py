@@ -309,7 +309,7 @@ def test_a_run_that_fails_does_not_end_the_others(job, tmp_path):
     table = table_of(tmp_path / "s")
     assert table[-1]["status"] == row.status
     assert table[-1]["retention"] == ""
-    with pytest.raises(EwcError, match="all 1 runs of the sweep .* failed; the first one: "):
+    with pytest.raises(EwcError, match="of 1 run of the sweep .* all failed; the first one: "):
         swept(job, tmp_path / "t", lambdas=[1e30], plain=False, **changes)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ewc_finetune.checkpoint.architecture import FORMS, build, uninitialised
 from ewc_finetune.checkpoint.checkpoint import ModelMetadata, Stateful
 from ewc_finetune.checkpoint.torchvision_models import COUNTS, recognise
-from ewc_finetune.errors import ArchitectureError, CheckpointError, few
+from ewc_finetune.errors import ArchitectureError, CheckpointError, counted, few
 from ewc_finetune.modules.finite import check_model
 from ewc_finetune.modules.wrappers import fitting, prefixes, without
 
@@ -63,7 +63,7 @@ class Weights(Stateful):
         _fit(model, own, self.label, text)
         if self.prefix:
             rest = len(self.state) - len(own)
-            left = f"; {rest} tensors with other names stay as they are" if rest else ""
+            left = f"; {counted(rest, 'tensor')} of other names left alone" if rest else ""
             self.remarks += (f"{self.label}: its names stand behind {self.prefix!r}{left}",)
             self.form = " and ".join(filter(None, (self.form, f"behind {self.prefix!r}")))
         check_model(model, f"{self.label}: ")
