@@ -110,7 +110,7 @@ def test_probes(tmp_path, data_dir):
 def test_choosing_lambda(tmp_path, data_dir):
     run("published/choosing_lambda.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
     rows = list(csv.DictReader((tmp_path / "lambdas.csv").read_text().splitlines()))
-    assert len(rows) == 3 * (1 + 2 + 3)
+    assert len(rows) == 3 * (1 + 2 + 3 + 2)
     assert all(float(row["strength"]) > 0 for row in rows if row["way"].startswith("auto"))
 
 
@@ -206,7 +206,8 @@ def test_split_mnist(tmp_path, data_dir):
     assert {(row["setting"], row["method"]) for row in rows} == {
         (setting, method)
         for setting in ("task-incremental", "domain-incremental", "class-incremental")
-        for method in ("plain", "L2", "EWC offline", "EWC online")
+        for method in ("plain", "L2", "EWC offline", "EWC online", "rehearsal", "EWC offline, rehearsal")
+        if setting != "task-incremental" or "rehearsal" not in method
     }
 
 
@@ -223,6 +224,8 @@ def test_language_model(tmp_path):
         "EWC, Fisher of source code",
         "EWC, Fisher of own samples",
         "EWC, K-FAC of source code",
+        "own samples rehearsed",
+        "own samples rehearsed, and their Fisher",
     ]
     # As good as a guess among the 300 tokens at worst, and prose is learned.
     before, *after = (float(row["prose"]) for row in rows)

@@ -36,6 +36,7 @@ class Method(NamedTuple):
         online: Whether the anchors are merged into a running one, or stacked.
         gamma: What stays of the older curvature; online alone.
         kfac_sum: How blocks are merged; online alone.
+        rehearsed: Inputs of each earlier task that are rehearsed.
     """
 
     name: str
@@ -45,18 +46,23 @@ class Method(NamedTuple):
     online: bool = False
     gamma: float = 1.0
     kfac_sum: str = "factors"
+    rehearsed: int = 0
 
     @classmethod
-    def named(cls, name: str, strength: float) -> Method:
-        """Return the method that a name stands for: `plain`, `L2`, `EWC` or `K-FAC`, and `online`, `proximal`, ..."""
+    def named(cls, name: str, strength: float, rehearsed: int = 0) -> Method:
+        """Return the method that a name stands for: `plain`, `L2`, `EWC` or `K-FAC`, and `online`, `proximal`, ...
+
+        `rehearsed` is how many inputs are, of a method whose name says `rehearsal`.
+        """
         kind, *words = name.replace(",", "").split()
         return cls(
             name,
             strength,
-            curvature={"L2": "identity", "K-FAC": "kfac"}.get(kind, "diagonal"),
+            curvature={"L2": "identity", "rehearsal": "identity", "K-FAC": "kfac"}.get(kind, "diagonal"),
             form="proximal" if "proximal" in words else "gradient",
             online="online" in words,
             kfac_sum="nearest" if "nearest" in words else "factors",
+            rehearsed=rehearsed if "rehearsal" in name else 0,
         )
 
 
@@ -68,19 +74,16 @@ class Result(NamedTuple):
         method: Name of the method.
         strength: Its lambda.
         seed: Of the network and the order of samples.
-        accuracy: After each task, the accuracy on every task so far.
+        means: Mean accuracy over the tasks so far, after each task.
+        last: Accuracy on each task at the end.
     """
 
     setting: str
     method: str
     strength: float
     seed: int
-    accuracy: list[list[float]]
-
-    @property
-    def means(self) -> list[float]:
-        """Mean accuracy over the tasks so far, after each task."""
-        return [statistics.mean(row) for row in self.accuracy]
+    means: list[float]
+    last: list[float]
 
 
 def parse_arguments(script: str, doc: str | None, samples: int, settings: Sequence[str]) -> argparse.Namespace:
@@ -130,12 +133,16 @@ def learn_in_turn(
     for number, task in enumerate(tasks):
         select(number)
         held = {"anchors": anchors, "lambdas": method.strength, "penalty_form": method.form}
+        if method.rehearsed and anchors:
+            held["rehearse"] = ["probes"]
         train = task.train()
         for options in (training,) if cooling is None else (training, {**training, **cooling}):
             ewc.finetune(model, train, eval_on=[], **held, **options)
-        if method.strength and number + 1 < len(tasks):
+        if (method.strength or method.rehearsed) and number + 1 < len(tasks):
             fisher = {} if method.curvature == "identity" else {"samples": samples, "estimator": "exact"}
-            anchor = ewc.consolidate(model, train, curvature=method.curvature, **fisher)
+            # Of a probe of this size a quarter, at least 16, is not rehearsed but measured.
+            probe = max(method.rehearsed + 16, method.rehearsed * 4 // 3) if method.rehearsed else 0
+            anchor = ewc.consolidate(model, train, curvature=method.curvature, probe=probe, **fisher)
             if method.online and anchors:
                 how = {"kfac_sum": method.kfac_sum} if method.curvature == "kfac" else {}
                 anchors = [ewc.merge([*anchors, anchor], online=True, gamma=method.gamma, **how)]
@@ -155,6 +162,8 @@ def search(
     ranges: dict[str, Sequence[float]],
     seeds: Sequence[int],
     run: Callable[[Method, int], list[list[float]]],
+    known: Sequence[Result] = (),
+    rehearsed: int = 0,
 ) -> Iterator[Result]:
     """Run each method under every lambda of its range on the first seed, and under the best of them on the others.
 
@@ -163,11 +172,19 @@ def search(
         ranges: Lambdas by the method's name (`Method.named`).
         seeds: One or more.
         run: Gives the accuracies of a method with a seed.
+        known: What need not be run again.
+        rehearsed: See `Method.named`.
     """
+    done = {result[:4]: result for result in known}
+
     for name, lambdas in ranges.items():
 
         def result(strength: float, seed: int, name: str = name) -> Result:
-            return Result(setting, name, strength, seed, run(Method.named(name, strength), seed))
+            found = done.get((setting, name, strength, seed))
+            if found is None:
+                rows = run(Method.named(name, strength, rehearsed), seed)
+                found = Result(setting, name, strength, seed, [statistics.mean(row) for row in rows], rows[-1])
+            return found
 
         tried = []
         for strength in lambdas:
@@ -194,8 +211,20 @@ def save_rows(results: Sequence[Result], path: Path) -> None:
         out = csv.writer(file, lineterminator="\n")
         out.writerow(["setting", "method", "lambda", "seed", "means after each task", "on each task at the end"])
         for r in results:
-            means, last = (" ".join(f"{value:.4f}" for value in values) for values in (r.means, r.accuracy[-1]))
+            means, last = (" ".join(f"{value:.4f}" for value in values) for values in (r.means, r.last))
             out.writerow([r.setting, r.method, f"{r.strength:g}", r.seed, means, last])
+
+
+def read_rows(path: Path) -> list[Result]:
+    """Read what `save_rows` wrote; nothing where there is nothing."""
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        rows = list(csv.reader(file))[1:]
+    return [
+        Result(setting, method, float(strength), int(seed), *([float(v) for v in cell.split()] for cell in cells))
+        for setting, method, strength, seed, *cells in rows
+    ]
 
 
 def spread(values: Sequence[float]) -> str:
@@ -206,7 +235,7 @@ def spread(values: Sequence[float]) -> str:
 
 def draw_means(panels: dict[str, dict[str, list[Result]]], path: Path) -> None:
     """Draw, for each setting, the mean accuracy after each task; a curve for each method, mean over its seeds."""
-    figure = Figure(figsize=(4.2 * len(panels), 3.6), layout="constrained")
+    figure = Figure(figsize=(4.2 * len(panels), 4.4), layout="constrained")
     for axes, (title, methods) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         for label, results in methods.items():
             means = torch.tensor([result.means for result in results]).mean(dim=0) * 100
@@ -215,5 +244,5 @@ def draw_means(panels: dict[str, dict[str, list[Result]]], path: Path) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16))
     figure.savefig(path, dpi=120)

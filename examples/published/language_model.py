@@ -3,11 +3,12 @@
 A causal model of 3.3 million parameters (Llama's architecture, byte-level tokens) is trained from scratch on the
 standard library's own source files, then adapted to the prose of the documentation that the standard library ships
 (`pydoc_data/topics.py`): plainly; held by plain L2; by the Fisher of source files; by the Fisher of samples that the
-model draws itself, for which no text is needed at all; and by K-FAC. Each penalty has its range of lambdas; the table
-shows the one with the least mean of both log-perplexities on the validation parts. All that is shown is measured on the
-test parts. A file, or topic, is in one part alone. One seed.
+model draws itself, for which no text is needed at all; by K-FAC; and with samples of its own rehearsed, alone and
+beside their Fisher. Each penalty has its range of lambdas; the table shows the one with the least mean of both
+log-perplexities on the validation parts. All that is shown is measured on the test parts. A file, or topic, is in one
+part alone. One seed.
 
-    OMP_NUM_THREADS=1 python examples/published/language_model.py     about 40 minutes
+    OMP_NUM_THREADS=1 python examples/published/language_model.py     about an hour
     python examples/published/language_model.py --quick               a quarter of a minute, to see that it runs
 
 Writes perplexity.md, frontier.csv and frontier.png to --output (the folder language_model beside this file). Needs the
@@ -44,11 +45,14 @@ import ewc_finetune as ewc
 SOURCE, PROSE = "source code", "English prose"
 BEFORE, PLAIN, L2 = "before", "plain", "L2"
 ON_DATA, ON_OWN, KFAC = "EWC, Fisher of source code", "EWC, Fisher of own samples", "EWC, K-FAC of source code"
+REHEARSED, BOTH = "own samples rehearsed", "own samples rehearsed, and their Fisher"
 LAMBDAS = {
     L2: (0.3, 1.0, 3.0, 10.0, 100.0),
     ON_DATA: (10.0, 30.0, 100.0, 300.0, 1000.0),
     ON_OWN: (10.0, 30.0, 100.0, 300.0, 1000.0),
     KFAC: (10.0, 30.0, 100.0),
+    REHEARSED: (0.0,),
+    BOTH: (3.0, 10.0, 30.0, 100.0),
 }
 CONTEXT = 128
 END = "<|endoftext|>"
@@ -155,18 +159,24 @@ def run(work: Path, size: Size) -> list[Point]:
 
     once(BEFORE, 0, lambda: start)
     once(PLAIN, 0, adapt)
+    own = f"generate:{size.samples}?length={CONTEXT}"
+    # Others than those of the Fisher, for it is to be seen what one and the other add.
+    rehearsed = {"rehearse": [f"{own}&seed=1"]}
+    once(REHEARSED, 0, lambda: adapt(**rehearsed))
     for method, asked in {
         L2: {"data": specs[SOURCE, "train"], "curvature": "identity"},
         ON_DATA: {"data": specs[SOURCE, "train"], "samples": size.samples},
-        ON_OWN: {"data": f"generate:{size.samples}?length={CONTEXT}"},
+        ON_OWN: {"data": own},
         KFAC: {"data": specs[SOURCE, "train"], "samples": size.samples, "curvature": "kfac"},
+        BOTH: {"data": own},
     }.items():
-        file = work / f"{re.sub('[^a-z0-9]+', '-', method.lower())}.anchor.safetensors"
+        file = work / f"{re.sub('[^a-z0-9]+', '-', (ON_OWN if method == BOTH else method).lower())}.anchor.safetensors"
         if not file.exists():
             ewc.consolidate(start, **asked, batch_size=32, output=file)
             seconds.tell(f"{method}: consolidated")
         for strength in LAMBDAS[method][: size.lambdas]:
-            once(method, strength, lambda file=file, strength=strength: adapt(anchors=file, lambdas=strength))
+            held = {"anchors": file, "lambdas": strength, **(rehearsed if method == BOTH else {})}
+            once(method, strength, lambda held=held: adapt(**held))
     order = [BEFORE, PLAIN, *LAMBDAS]
     return sorted(found, key=lambda point: (order.index(point.method), point.strength))
 
@@ -308,7 +318,7 @@ def make_table(points: list[Point]) -> str:
     rows = [f"| perplexity | lambda | {SOURCE} | {PROSE} |", "|---|---|---|---|"]
     for method in (BEFORE, PLAIN, *LAMBDAS):
         best = min((p for p in points if p.method == method), key=lambda p: p.chosen_by)
-        strength = f"{best.strength:g}" if method in LAMBDAS else ""
+        strength = f"{best.strength:g}" if best.strength else ""
         rows.append(f"| {method} | {strength} | {best.source:.1f} | {best.prose:.1f} |")
     return "\n".join(rows) + "\n"
 
@@ -325,12 +335,14 @@ def draw(points: list[Point], path: Path) -> None:
         ON_DATA: ("o-", "C0", (-6, -8)),
         ON_OWN: ("s--", "C1", (6, 1)),
         KFAC: ("D-", "C2", (-6, -8)),
+        REHEARSED: ("P", "C5", (0, 0)),
+        BOTH: ("p-", "C5", (6, -8)),
     }
     for method, (style, color, offset) in styles.items():
         line = [p for p in points if p.method == method]
-        size = 12 if method in (BEFORE, PLAIN) else 5
+        size = 12 if method in (BEFORE, PLAIN, REHEARSED) else 5
         axes.plot([p.source for p in line], [p.prose for p in line], style, color=color, ms=size, label=method)
-        for p in line if method in LAMBDAS else ():
+        for p in line if any(p.strength for p in line) else ():
             side = "right" if offset[0] < 0 else "left"
             place = {"xytext": offset, "textcoords": "offset points", "ha": side}
             axes.annotate(f"{p.strength:g}", (p.source, p.prose), fontsize=8, color=color, **place)

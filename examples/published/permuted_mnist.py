@@ -173,7 +173,7 @@ def make_tasks(count: int, options: argparse.Namespace) -> list[Task]:
 
 def make_table(results: Sequence[Result], setting: str) -> str:
     """Mean accuracy over the tasks so far, after some of them."""
-    count = len(results[0].accuracy)
+    count = len(results[0].means)
     shown = range(1, count + 1) if count <= 5 else (1, 2, 4, 6, 8, 10) if count == 10 else (1, 10, 20, 30, 40, count)
     rows = [f"| {TITLES[setting]}: mean accuracy, % | {' | '.join(f'after {n}' for n in shown)} |"]
     rows += ["|---|" + "---|" * len(shown)]

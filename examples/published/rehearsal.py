@@ -2,7 +2,8 @@
 
 The four settings of kfac.py, three seeds each. The anchor of MNIST has a probe of 64, 256 or 1,000 inputs, of which
 three quarters are rehearsed; beside that there is no penalty, or the diagonal or K-FAC. Plain fine-tuning, and joint
-training on Fashion-MNIST and all of MNIST, are the ends of what can be had.
+training on Fashion-MNIST and all of MNIST with its labels, are the ends of what can be had: joint in batches of twice
+the size, which are as many steps with as many new images as in the other runs, and in twice as many steps.
 
     OMP_NUM_THREADS=1 python examples/published/rehearsal.py --settings transformer      about an hour and a half
     python examples/published/rehearsal.py --quick                                       a minute, to see that it runs
@@ -33,11 +34,12 @@ from ewc_finetune.data.sources import load_domain
 NONE, KFAC = "none", "K-FAC"
 PROBES = (0, 64, 256, 1_000)
 LAMBDAS = {NONE: (0.0,), DIAGONAL: (10.0, 100.0), KFAC: (1.0, 3.0, 10.0)}
-JOINT = -1
+# Joint training, in batches of twice the size, and in twice as many steps.
+JOINT, JOINT_LONGER = -2, -1
 
 
 class Point(NamedTuple):
-    """One run: inputs in the probe (-1 for joint training), the penalty beside it, and the accuracies after it."""
+    """One run: inputs in the probe (or JOINT), the penalty beside it, and the accuracies after it."""
 
     probe: int
     variations: bool
@@ -80,10 +82,11 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def wanted(seed: int, quick: bool) -> Iterator[tuple[int, bool, str, float]]:
+def wanted(quick: bool) -> Iterator[tuple[int, bool, str, float]]:
     """Go through the runs of a seed: probe, variations, penalty, lambda."""
     yield 0, True, NONE, 0.0
     yield JOINT, True, NONE, 0.0
+    yield JOINT_LONGER, True, NONE, 0.0
     for probe in PROBES:
         for penalty, strengths in LAMBDAS.items():
             for strength in strengths:
@@ -100,7 +103,7 @@ def run_seed(setting: Setting, seed: int, done: list[Point], options: argparse.N
     mnist, fmnist = f"mnist{limit}", f"fmnist{limit}"
     common = {"seed": seed, "data_dir": options.data_dir}
     short = {"epochs": 1} if options.quick else {}
-    left = [one for one in wanted(seed, options.quick) if not any((p[:4], p.seed) == (one, seed) for p in done)]
+    left = [one for one in wanted(options.quick) if not any((p[:4], p.seed) == (one, seed) for p in done)]
     if not left:
         return
     torch.manual_seed(seed)
@@ -123,9 +126,10 @@ def run_seed(setting: Setting, seed: int, done: list[Point], options: argparse.N
             return anchors[probe, penalty]
 
         for probe, variations, penalty, strength in left:
-            if probe == JOINT:
+            if probe in (JOINT, JOINT_LONGER):
                 both = ConcatDataset([load_domain(data, "train", options.data_dir).samples for data in (mnist, fmnist)])
-                made = ewc.finetune(copy.deepcopy(start), both, **second)
+                batch = 200 if probe == JOINT else 100
+                made = ewc.finetune(copy.deepcopy(start), both, batch_size=batch, **second)
             elif not probe and penalty == NONE:
                 made = ewc.finetune(copy.deepcopy(start), fmnist, **second)
             else:
@@ -170,9 +174,12 @@ def table_of(found: dict[str, list[Point]]) -> str:
     columns = {name: means(points) for name, points in found.items()}
     rows = ["| probe | penalty | " + " | ".join(SETTINGS[name].title for name in columns) + " |"]
     rows += ["|---|---|" + "---|" * len(columns)]
-    for key in dict.fromkeys(key for known in columns.values() for key in known):
+    for key in wanted(quick=False):
+        if not any(key in known for known in columns.values()):
+            continue
         probe, variations, penalty, strength = key
-        first = {JOINT: "joint training", 0: "none"}.get(probe, f"{probe:,}" + ("" if variations else ", as they are"))
+        named = {JOINT: "joint training", JOINT_LONGER: "joint training, twice the steps", 0: "none"}
+        first = named.get(probe, f"{probe:,}" + ("" if variations else ", as they are"))
         cells = [f"{known[key][0]:.1f} / {known[key][1]:.1f}" if key in known else "" for known in columns.values()]
         rows.append(
             f"| {first} | {penalty if penalty == NONE else f'{penalty}, {strength:g}'} | " + " | ".join(cells) + " |"
