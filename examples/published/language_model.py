@@ -336,7 +336,7 @@ def draw(points: list[Point], path: Path) -> None:
         ON_OWN: ("s--", "C1", (6, 1)),
         KFAC: ("D-", "C2", (-6, -8)),
         REHEARSED: ("P", "C5", (0, 0)),
-        BOTH: ("p-", "C5", (6, -8)),
+        BOTH: ("p-", "C5", (-6, -9)),
     }
     for method, (style, color, offset) in styles.items():
         line = [p for p in points if p.method == method]

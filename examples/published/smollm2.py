@@ -128,10 +128,10 @@ def unpack(folder: Path) -> None:
 def word_problems(options: argparse.Namespace, split: str) -> str:
     """Write the first problems of a split, each with its solution, and return their data spec."""
     lines = (options.data_dir / f"{split}.jsonl").read_text().splitlines()
-    problems = [json.loads(line) for line in lines[: 16 if options.quick else 480 if split == "train" else 200]]
+    problems = [json.loads(line) for line in lines[: 16 if options.quick else 480 if split == "train" else 100]]
     path = options.work / f"{split}.jsonl"
     path.write_text("".join(json.dumps({"text": f"{p['question']}\n{p['answer']}"}) + "\n" for p in problems))
-    return f"hf:{path}?text=text&length=192"
+    return f"hf:{path}?text=text&length=160"
 
 
 def ewc_ft(*arguments: object) -> dict[str, Any]:
