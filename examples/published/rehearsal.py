@@ -23,9 +23,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from kfac import DIAGONAL, SAMPLES, SETTINGS, Setting
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from torch.utils.data import ConcatDataset
 
 import ewc_finetune as ewc
@@ -36,6 +38,7 @@ PROBES = (0, 64, 256, 1_000)
 LAMBDAS = {NONE: (0.0,), DIAGONAL: (10.0, 100.0), KFAC: (1.0, 3.0, 10.0)}
 # Joint training, in batches of twice the size, and in twice as many steps.
 JOINT, JOINT_LONGER = -2, -1
+NAMES = {JOINT: "joint training", JOINT_LONGER: "joint training, twice the steps", 0: "none"}
 
 
 class Point(NamedTuple):
@@ -178,8 +181,7 @@ def table_of(found: dict[str, list[Point]]) -> str:
         if not any(key in known for known in columns.values()):
             continue
         probe, variations, penalty, strength = key
-        named = {JOINT: "joint training", JOINT_LONGER: "joint training, twice the steps", 0: "none"}
-        first = named.get(probe, f"{probe:,}" + ("" if variations else ", as they are"))
+        first = NAMES.get(probe, f"{probe:,}" + ("" if variations else ", as they are"))
         cells = [f"{known[key][0]:.1f} / {known[key][1]:.1f}" if key in known else "" for known in columns.values()]
         rows.append(
             f"| {first} | {penalty if penalty == NONE else f'{penalty}, {strength:g}'} | " + " | ".join(cells) + " |"
@@ -188,35 +190,42 @@ def table_of(found: dict[str, list[Point]]) -> str:
 
 
 def draw(found: dict[str, list[Point]], path: Path) -> None:
-    """Draw what is kept against what is learned, a panel to a setting."""
-    figure = Figure(figsize=(5 * max(1, len(found)), 4), layout="constrained")
-    figure.suptitle("MNIST, then Fashion-MNIST: what a probe that is rehearsed keeps (numbers: lambda)")
-    for axes, (name, points) in zip(
-        figure.subplots(1, max(1, len(found)), squeeze=False).flat, found.items(), strict=True
-    ):
+    """Draw what is kept against what is learned, a panel to a setting, with a line from no penalty to the largest."""
+    columns = min(2, max(1, len(found)))
+    rows = -(-len(found) // columns) or 1
+    figure = Figure(figsize=(6.2 * columns, 4.4 * rows + 0.6), layout="constrained")
+    figure.suptitle("MNIST, then Fashion-MNIST: what a rehearsed probe keeps")
+    grid = figure.subplots(rows, columns, squeeze=False).flat
+    for axes, (name, points) in zip(grid, found.items(), strict=False):
         known = means(points)
         for probe, color in zip(PROBES, ("0.6", "C0", "C1", "C2"), strict=True):
-            for penalty, marker in {NONE: "*", DIAGONAL: "o", KFAC: "s"}.items():
+            start = known.get((probe, True, NONE, 0.0))
+            for penalty, style in {DIAGONAL: "o:", KFAC: "s-"}.items():
                 own = {key[3]: value for key, value in known.items() if key[:3] == (probe, True, penalty)}
+                line = [*([start] if start else []), *own.values()]
                 if own:
-                    label = f"probe of {probe:,}" if probe else "no rehearsal"
-                    axes.plot(
-                        *zip(*own.values(), strict=True),
-                        marker,
-                        ms=9 if penalty == NONE else 5,
-                        color=color,
-                        label=label if penalty == NONE else None,
-                    )
-                for strength, position in own.items():
-                    if strength:
-                        axes.annotate(f"{strength:g}", position, xytext=(4, 3), textcoords="offset points", fontsize=7)
-        joint = known.get((JOINT, True, NONE, 0.0))
-        if joint:
-            axes.plot(*joint, "P", color="k", ms=8, label="joint training")
+                    axes.plot(*zip(*line, strict=True), style, ms=4, lw=1, color=color)
+                # With rehearsal the lambdas are the same, and lie too near to be told.
+                for strength, position in own.items() if not probe else ():
+                    axes.annotate(f"{strength:g}", position, xytext=(4, 3), textcoords="offset points", fontsize=7)
+            if start:
+                label = f"probe of {probe:,} rehearsed" if probe else "none rehearsed"
+                axes.plot(*start, "*", ms=11, color=color, label=label)
+        for joint, marker in ((JOINT, "P"), (JOINT_LONGER, "X")):
+            if (joint, True, NONE, 0.0) in known:
+                axes.plot(*known[joint, True, NONE, 0.0], marker, color="k", ms=8, label=NAMES[joint])
+        # Half of what is lost is as far everywhere.
+        axes.set_xscale("function", functions=(lambda x: -np.log(100.5 - x), lambda y: 100.5 - np.exp(-y)))
+        axes.set_xticks([20, 50, 80, 90, 95, 97, 98, 99])
         axes.set(title=SETTINGS[name].title, xlabel="accuracy on MNIST, %", ylabel="accuracy on Fashion-MNIST, %")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize=8, loc="lower left")
+    lines = [Line2D([], [], marker=m, ls=s, color="0.3", ms=4, lw=1) for m, s in (("o", ":"), ("s", "-"))]
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    labels += ["diagonal, lambda 10 and 100", "K-FAC, lambda 1, 3 and 10"]
+    figure.legend(
+        [*handles, *lines], labels, frameon=False, fontsize=9, ncols=min(4, 2 * columns), loc="outside lower center"
+    )
     figure.savefig(path, dpi=120)
 
 
