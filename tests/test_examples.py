@@ -138,8 +138,11 @@ def test_permuted_mnist(tmp_path, data_dir):
 def test_rehearsal(tmp_path, data_dir):
     settings = ("--settings", "transformer", "convolutional")
     table = run("published/rehearsal.py", "--quick", *settings, "--data-dir", data_dir, "--output", tmp_path)
-    assert "| joint training | none | " in table
-    assert "| 64 | K-FAC, 1 | " in table
+    assert "| transformer: kept / learned, % | no penalty | diagonal, 10 |" in table
+    kept = re.findall(r"^\| a probe of 64 \| ([0-9.]+) / [0-9.]+ \| ", table, re.M)
+    plain = re.findall(r"^\| nothing rehearsed \| ([0-9.]+) / ", table, re.M)
+    assert len(kept) == len(plain) == 2
+    assert len(re.findall(r"^\| joint training ", table, re.M)) == 2
     assert (tmp_path / "rehearsal.png").is_file()
 
 

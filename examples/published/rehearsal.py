@@ -38,7 +38,7 @@ PROBES = (0, 64, 256, 1_000)
 LAMBDAS = {NONE: (0.0,), DIAGONAL: (10.0, 100.0), KFAC: (1.0, 3.0, 10.0)}
 # Joint training, in batches of twice the size, and in twice as many steps.
 JOINT, JOINT_LONGER = -2, -1
-NAMES = {JOINT: "joint training", JOINT_LONGER: "joint training, twice the steps", 0: "none"}
+NAMES = {JOINT: "joint training", JOINT_LONGER: "joint training, twice the steps", 0: "nothing rehearsed"}
 
 
 class Point(NamedTuple):
@@ -173,19 +173,23 @@ def means(points: list[Point]) -> dict[tuple[int, bool, str, float], tuple[float
 
 
 def table_of(found: dict[str, list[Point]]) -> str:
-    """What is kept and what is learned, means over the seeds."""
-    columns = {name: means(points) for name, points in found.items()}
-    rows = ["| probe | penalty | " + " | ".join(SETTINGS[name].title for name in columns) + " |"]
-    rows += ["|---|---|" + "---|" * len(columns)]
-    for key in wanted(quick=False):
-        if not any(key in known for known in columns.values()):
-            continue
-        probe, variations, penalty, strength = key
-        first = NAMES.get(probe, f"{probe:,}" + ("" if variations else ", as they are"))
-        cells = [f"{known[key][0]:.1f} / {known[key][1]:.1f}" if key in known else "" for known in columns.values()]
-        rows.append(
-            f"| {first} | {penalty if penalty == NONE else f'{penalty}, {strength:g}'} | " + " | ".join(cells) + " |"
-        )
+    """What is kept and what is learned, means over the seeds: a table to a setting."""
+    return "\n".join(setting_table(SETTINGS[name].title, means(points)) for name, points in found.items())
+
+
+def setting_table(title: str, known: dict[tuple[int, bool, str, float], tuple[float, float]]) -> str:
+    """One row to each probe, one column to each penalty."""
+    columns = {
+        (True, penalty, strength): f"{penalty}, {strength:g}" for penalty in LAMBDAS for strength in LAMBDAS[penalty]
+    }
+    columns[True, NONE, 0.0] = "no penalty"
+    columns[False, NONE, 0.0] = "no penalty, no variations"
+    rows = [f"| {title}: kept / learned, % | {' | '.join(columns.values())} |", "|---" * (1 + len(columns)) + "|"]
+    for probe in (*PROBES, JOINT, JOINT_LONGER):
+        cells = [known.get((probe, *column)) for column in columns]
+        if any(cells):
+            texts = [f"{cell[0]:.1f} / {cell[1]:.1f}" if cell else "" for cell in cells]
+            rows.append(f"| {NAMES.get(probe, f'a probe of {probe:,}')} | {' | '.join(texts)} |")
     return "\n".join(rows) + "\n"
 
 
@@ -209,7 +213,7 @@ def draw(found: dict[str, list[Point]], path: Path) -> None:
                 for strength, position in own.items() if not probe else ():
                     axes.annotate(f"{strength:g}", position, xytext=(4, 3), textcoords="offset points", fontsize=7)
             if start:
-                label = f"probe of {probe:,} rehearsed" if probe else "none rehearsed"
+                label = f"a probe of {probe:,} rehearsed" if probe else NAMES[0]
                 axes.plot(*start, "*", ms=11, color=color, label=label)
         for joint, marker in ((JOINT, "P"), (JOINT_LONGER, "X")):
             if (joint, True, NONE, 0.0) in known:
