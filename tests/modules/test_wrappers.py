@@ -143,11 +143,11 @@ def test_each_shows_itself_in_one_line(anchor, small, samples, tmp_path):
     done = ewc.finetune(small, samples, anchors=saved, epochs=1, eval_on=[samples], output=tmp_path / "o.pt")
     shown = {
         repr(anchor): "<Anchor 'old': diagonal, 15 samples, holds 63 of 63 weights in 6 tensors>",
-        repr(saved): "<Anchor 'old': kfac, 15 samples, holds 63 of 63 weights in 6 tensors, 2 K-FAC blocks, 1 probes, "
+        repr(saved): "<Anchor 'old': kfac, 15 samples, holds 63 of 63 weights in 6 tensors, 2 K-FAC blocks, 1 probe, "
         f"{path}>",
         repr(Penalty(small, anchor, 1.0)): "<Penalty of 'old': gradient form, 63 parameters one by one>",
         repr(saved.probes[0]): "<Probe of 'data': 3 samples, categorical, ",
-        repr(done): "<Finetuned Small: 1 steps, data ",
+        repr(done): "<Finetuned Small: 1 step, data ",
         repr(ewc.inspect(path)): f"<Inspection of '{path}': 'old', {path.stat().st_size:,} bytes, ",
     }
     for text, start in shown.items():
