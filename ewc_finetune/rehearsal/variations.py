@@ -24,8 +24,10 @@ _TURN = 0.25
 _STRETCH = 0.15
 # and moved by up to this part of their height and width.
 _SHIFT = 1 / 14
-# So many are in floating point at once.
+# So many are in floating point at once,
 _CHUNK = 256
+# or as many as take so many bytes then.
+_CHUNK_BYTES = 64 << 20
 
 
 def varied(inputs: Inputs, spec: InputSpec, generator: torch.Generator) -> Tensor | None:
@@ -44,7 +46,8 @@ def varied(inputs: Inputs, spec: InputSpec, generator: torch.Generator) -> Tenso
         return None
     made = inputs.new_empty(min(_MOST, _BYTES // max(1, inputs[0].nbytes)), *inputs.shape[1:])
     images = inputs.ndim == 4 and min(inputs.shape[-2:]) * _SHIFT >= 1
-    for number, part in enumerate(torch.split(made, _CHUNK)):
+    chunk = max(1, min(_CHUNK, _CHUNK_BYTES // (4 * max(1, inputs[0].numel()))))
+    for number, part in enumerate(torch.split(made, chunk)):
         make = _moved if images and number % 2 else _mixed
         values = make(inputs, len(part), generator)
         part.copy_(values if inputs.is_floating_point() else values.round_())
