@@ -20,6 +20,7 @@ from ewc_finetune.choices import Lineage
 from ewc_finetune.curvature.kronecker_factors import check_rank
 from ewc_finetune.errors import Mistakes, StorageError, UsageError
 from ewc_finetune.penalty.kronecker_sum import sum_of
+from ewc_finetune.penalty.merged_model import merged_model
 from ewc_finetune.penalty.merging import (
     centred,
     check_sums,
@@ -79,6 +80,16 @@ class MergePlan:
     options: MergeOptions
     parents: list[Anchor]
     strengths: list[float]
+
+    @property
+    def growing(self) -> set[str]:
+        """The parameters that have got more rows from one parent to the next."""
+        return grown_parameters(self.parents) if self.options.head == "expand" else set()
+
+    @property
+    def alike(self) -> list[Anchor]:
+        """The parents without curvature of a head that the newest one has no more."""
+        return of_one_head(self.parents, self.parents[-1].provenance.head)
 
 
 def plan(options: MergeOptions) -> MergePlan:
@@ -155,13 +166,11 @@ def run(todo: MergePlan) -> Anchor:
 
 def _summed(todo: MergePlan) -> tuple[Quadratic, dict[str, float], Storage | None]:
     """Return the sum of the anchors as it is stored, how far its blocks are off, and what half precision cost."""
-    options, parents, strengths = todo.options, todo.parents, todo.strengths
-    growing = grown_parameters(parents) if options.head == "expand" else set()
-    alike = of_one_head(parents, parents[-1].provenance.head)
+    options, alike, growing = todo.options, todo.alike, todo.growing
     quadratic = (
-        online_quadratic(alike, strengths, growing)
+        online_quadratic(alike, todo.strengths, growing)
         if options.online
-        else sum_quadratics(alike, strengths, options.lineage, growing=growing)
+        else sum_quadratics(alike, todo.strengths, options.lineage, growing=growing)
     )
     quadratic, distances = sum_blocks(
         centred(quadratic, alike, options.progress),
@@ -186,7 +195,7 @@ def _written(todo: MergePlan, merged: Anchor) -> Anchor:
     options, output, checkpoint = todo.options, todo.options.output, todo.options.checkpoint
     model = None
     if checkpoint is not None:
-        model = _model(merged, todo.parents, todo.strengths, options.architecture, Path(checkpoint))
+        model = _model(todo, merged, Path(checkpoint))
     paths = [Path(path) for path in (output, checkpoint) if path is not None]
     with atomic_writes(paths, overwrite=options.overwrite) as temporaries:
         if output is not None:
@@ -197,9 +206,7 @@ def _written(todo: MergePlan, merged: Anchor) -> Anchor:
                 source, module, metadata = model
                 source.write(temporaries[-1], paths[-1], cpu_state(module), metadata)
     if checkpoint is not None:
-        options.progress.note(
-            f"{checkpoint}: the centre of the stack as a model, with the buffers of {todo.parents[-1].label}"
-        )
+        options.progress.note(f"{checkpoint}: one model for all of them, with the buffers of {todo.parents[-1].label}")
     return merged
 
 
@@ -232,16 +239,18 @@ def _check_outputs(
         raise StorageError(f"the anchor and the checkpoint cannot both be {written[0]}")
 
 
-def _model(
-    merged: Anchor, parents: Sequence[Anchor], lambdas: Sequence[float], architecture: str | None, path: Path
-) -> tuple[FromAnchor, nn.Module, ModelMetadata]:
-    """Return the centre as a model, each tensor in the dtype that the newest parent has it in, and its metadata."""
+def _model(todo: MergePlan, merged: Anchor, path: Path) -> tuple[FromAnchor, nn.Module, ModelMetadata]:
+    """Return one model for all parents, each tensor in the dtype that the newest has it in, and its metadata."""
+    parents, options = todo.parents, todo.options
+    weights = merged.weights
+    if merged.blocks and not options.online:
+        weights = merged_model(todo.alike, todo.strengths, options.progress, options.lineage, todo.growing)
     newest = {**parents[-1].weights, **parents[-1].buffers}
     weights, buffers = (
         {name: t.to(newest[name].dtype) if name in newest else t for name, t in part.items()}
-        for part in (merged.weights, merged.buffers)
+        for part in (weights, merged.buffers)
     )
     checkpoint = FromAnchor(replace(merged, weights=weights, buffers=buffers))
     check_ending(path, checkpoint.format, checkpoint.ending)
-    loaded = open_checkpoint(checkpoint, architecture)
-    return checkpoint, loaded.model, replace(loaded.metadata, lineage=lineage_of(parents, lambdas))
+    loaded = open_checkpoint(checkpoint, options.architecture)
+    return checkpoint, loaded.model, replace(loaded.metadata, lineage=lineage_of(parents, todo.strengths))

@@ -68,6 +68,10 @@ class Factor(ABC):
         """Return it times a number."""
 
     @abstractmethod
+    def damped(self, by: float) -> Factor:
+        """Return it with so many times the mean of its eigenvalues added to each."""
+
+    @abstractmethod
     def eigen(self) -> EighDecomposed:
         """Return its eigenvalues and eigenvectors."""
 
@@ -152,6 +156,12 @@ class DenseFactor(Factor):
     def scaled(self, by: float) -> DenseFactor:
         """See `Factor`."""
         return DenseFactor(self.values * by)
+
+    def damped(self, by: float) -> DenseFactor:
+        """See `Factor`."""
+        values = self.values.clone()
+        values.diagonal().add_(by * self.trace / self.size)
+        return DenseFactor(values)
 
     def truncated(self, rank: float | int) -> Factor:
         """See `Factor`; of a large one the eigenvectors are those that subspace iteration finds."""
@@ -268,6 +278,11 @@ class EighDecomposed(Factor):
     def scaled(self, by: float) -> EighDecomposed:
         """See `Factor`."""
         return EighDecomposed(self.vectors, self.eigenvalues * by, self.rest * by)
+
+    def damped(self, by: float) -> EighDecomposed:
+        """See `Factor`."""
+        more = by * self.trace / self.size
+        return EighDecomposed(self.vectors, self.eigenvalues + more, self.rest + more)
 
     def largest(self) -> float:
         """See `Factor`; exactly."""

@@ -18,8 +18,7 @@ from ewc_finetune.finetuning.best_state import merit
 from ewc_finetune.likelihood.registry import get_likelihood
 from ewc_finetune.mending.mended import Point
 from ewc_finetune.mending.plan import MendPlan
-from ewc_finetune.penalty.merging import centred, merged_weights
-from ewc_finetune.penalty.quadratic import sum_quadratics
+from ewc_finetune.penalty.merged_model import merged_model
 from ewc_finetune.progress import Progress, Silent
 
 # How far the plain means lie on the way from the old weights to the new ones.
@@ -63,8 +62,7 @@ def places(ratios: Sequence[float], anchors: Sequence[Anchor], progress: Progres
 
 def centre(ratio: float, anchors: Sequence[Anchor], progress: Progress) -> dict[str, Tensor]:
     """Return the weights where the anchors pull least, the old ones at so many times the strength of the newest."""
-    strengths = [ratio] * (len(anchors) - 1) + [1.0]
-    return merged_weights(anchors, centred(sum_quadratics(anchors, strengths), anchors, progress))
+    return merged_model(anchors, [ratio] * (len(anchors) - 1) + [1.0], progress)
 
 
 def put(model: nn.Module, weights: dict[str, Tensor]) -> None:

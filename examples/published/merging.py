@@ -4,7 +4,8 @@ The four settings of kfac.py, three seeds each. The network is trained on MNIST;
 90 degrees, and B on Fashion-MNIST. They are merged, without training, as the mean of their weights; by task arithmetic
 (Ilharco et al. 2023, "Editing models with task arithmetic"); TIES (Yadav et al. 2023, "TIES-merging: resolving
 interference when merging models"); RegMean (Jin et al. 2023, "Dataless knowledge fusion by merging weights of language
-models"); and as the centre of their anchors, 1 to 1, with `merge`. Anchors and RegMean see 10,000 samples of each.
+models"); and by their anchors, 1 to 1, as `merge --checkpoint` does. Anchors and RegMean see 10,000 samples of each. The
+exact centres of K-FAC anchors, without damping, are what their stack pulls to.
 
     OMP_NUM_THREADS=1 python examples/published/merging.py --settings convolutional      about five minutes
     python examples/published/merging.py --quick                                       half a minute, to see it run
@@ -31,12 +32,15 @@ from torch import Tensor, nn
 import ewc_finetune as ewc
 from ewc_finetune.data.input_spec import InputSpec, feed
 from ewc_finetune.data.sources import load_domain
+from ewc_finetune.penalty.merged_model import merged_model
+from ewc_finetune.progress import Silent
 
 Weights = dict[str, Tensor]
 # Task vectors are tried at these lengths; the best is taken, by the mean accuracy over the seeds on the test images.
 SCALES = (0.3, 0.5, 1.0)
 ARITHMETIC, TIES, REGMEAN = "task arithmetic", "TIES", "RegMean"
-CENTRES = {f"centre of the anchors, {penalty}": penalty for penalty in CURVATURES}
+MERGED = {f"`merge`, {penalty}": penalty for penalty in CURVATURES}
+EXACT = {f"exact centre, {penalty}": penalty for penalty in CURVATURES if penalty != DIAGONAL}
 # The share of a task vector that TIES keeps, and what RegMean leaves of the Gram matrices beside their diagonals.
 TRIMMED, OFF_DIAGONAL = 0.2, 0.9
 
@@ -71,7 +75,7 @@ def main() -> None:
 
 def run_seed(name: str, seed: int, done: set[str], options: argparse.Namespace) -> Iterator[Point]:
     """Train three networks, and merge two of them in every way that is not there yet."""
-    if {REGMEAN, *CENTRES} <= done:
+    if {REGMEAN, *MERGED, *EXACT} <= done:
         return
     domains = ("turned", "fmnist")
     base = network(name, seed, "mnist", options)
@@ -95,10 +99,11 @@ def run_seed(name: str, seed: int, done: set[str], options: argparse.Namespace) 
             for method, direction in ((TIES, ties(vectors)), (ARITHMETIC, total(vectors))):
                 for scale in SCALES:
                     yield point(method, {n: start[n] + scale * direction[n] for n in start}, scale)
-    for method, penalty in CENTRES.items():
+    for method, penalty in (*MERGED.items(), *EXACT.items()):
         if method not in done:
             anchors = [anchor(one, of, penalty, seed, options) for one, of in zip(models, domains, strict=True)]
-            yield point(method, dict(ewc.merge(anchors).weights))
+            exact = method in EXACT
+            yield point(method, dict(ewc.merge(anchors).weights) if exact else merged_model(anchors, [1, 1], Silent()))
     if REGMEAN not in done:
         spec = InputSpec.read(anchor(base, "mnist", DIAGONAL, seed, options).provenance.input)
         grams = [grams_of(one, of, spec, options) for one, of in zip(models, domains, strict=True)]
@@ -195,7 +200,7 @@ def table_of(found: dict[str, list[Point]]) -> str:
     columns = {name: best(points) for name, points in found.items()}
     rows = ["| turned / Fashion: mean, % | " + " | ".join(SETTINGS[name].title for name in columns) + " |"]
     rows += ["|---|" + "---|" * len(columns)]
-    for method in ("A alone", "B alone", "mean of the weights", ARITHMETIC, TIES, REGMEAN, *CENTRES):
+    for method in ("A alone", "B alone", "mean of the weights", ARITHMETIC, TIES, REGMEAN, *MERGED, *EXACT):
         cells = []
         for known in columns.values():
             if method not in known:
