@@ -53,7 +53,8 @@ def merge(options: MergeOptions) -> Anchor:
 
     K-FAC blocks are merged into one for each layer, read all together. Their centre is where all of them together pull
     least, to a millionth; their sum is no such block, so that another stands in for it (`kfac_sum`), and the merged
-    anchor does not pull quite as they would. How far that block is off, as it is stored, is said and recorded.
+    anchor does not pull quite as they would. How far that block is off, as it is stored, is said and recorded. The model
+    that `checkpoint` names is not at that centre, but where damped blocks have theirs (`merged_model`).
 
     Args:
         options: The anchors, and by their names the others of `MergeOptions`.
@@ -191,7 +192,7 @@ def _summed(todo: MergePlan) -> tuple[Quadratic, dict[str, float], Storage | Non
 
 
 def _written(todo: MergePlan, merged: Anchor) -> Anchor:
-    """Write the anchor, and the centre as a model, where they are asked for: both or neither."""
+    """Write the anchor, and one model for all parents, where they are asked for: both or neither."""
     options, output, checkpoint = todo.options, todo.options.output, todo.options.checkpoint
     model = None
     if checkpoint is not None:

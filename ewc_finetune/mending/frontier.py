@@ -61,7 +61,7 @@ def places(ratios: Sequence[float], anchors: Sequence[Anchor], progress: Progres
 
 
 def centre(ratio: float, anchors: Sequence[Anchor], progress: Progress) -> dict[str, Tensor]:
-    """Return the weights where the anchors pull least, the old ones at so many times the strength of the newest."""
+    """Return one model for all anchors, the old ones at so many times the strength of the newest."""
     return merged_model(anchors, [ratio] * (len(anchors) - 1) + [1.0], progress)
 
 

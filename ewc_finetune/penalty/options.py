@@ -77,7 +77,8 @@ class MergeOptions(Storing, Summing, Told):
         kfac_rank: What is kept of its factors, as in `consolidate`, whatever was kept of the parents'.
         probes: Whether to keep the parents' probes, the samples of data in them; those of a parent with another last
             layer than the newest are left out anyway.
-        checkpoint: File to write the centre to as a model, in the format of the newest parent's checkpoint.
+        checkpoint: File to write one model for all of them to (`merged_model`), in the format of the newest parent's
+            checkpoint; with `online` that is the newest.
     """
 
     probes: bool = option(
@@ -85,7 +86,7 @@ class MergeOptions(Storing, Summing, Told):
     )
     name: str | None = option(None, "What to call the merged anchor.", unless="the names, joined by +")
     checkpoint: str | Path | None = option(
-        None, "Write the centre of the stack as a model too: the Fisher-weighted mean of the parents.", path="file"
+        None, "Write one model for all of them too: the mean of their weights, by the Fisher.", path="file"
     )
     architecture: str | None = option(
         None, "What to build for that model, if the newest anchor doesn't say.", name="arch", metavar="ARCH"
