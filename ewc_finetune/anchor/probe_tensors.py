@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from ewc_finetune.errors import AnchorError, NonFiniteError
-from ewc_finetune.modules.batch import Inputs, count, each, take
+from ewc_finetune.modules.batch import Inputs, count, each
 from ewc_finetune.storage.lazy_tensors import TensorFile
 
 _PER_TOKEN = "per-token"  # noqa: S105 - a likelihood
@@ -66,17 +67,22 @@ class Probe:
             "seed": self.seed,
         }
 
-    def subset(self, samples: Sequence[int]) -> Probe:
+    @cached_property
+    def _rows(self) -> list[Tensor]:
+        """The rows of answers that belong to each sample: its own, or those of its tokens that count."""
+        rows = torch.arange(len(self.outputs), device=self.outputs.device)
+        return list(rows.split(1 if self.counted is None else self.counted.sum(dim=1).tolist()))
+
+    def subset(self, samples: Sequence[int] | Tensor) -> Probe:
         """Return the probe of some of its inputs, in this order."""
-        chosen = list(samples)
+        # Whole rows are copied at once, which at each step of rehearsal is worth it.
+        index = torch.as_tensor(samples, dtype=torch.long, device=self.outputs.device)
+        inputs = each(lambda tensor: tensor.index_select(0, index), self.inputs)
         if self.counted is None:
-            # Whole rows are copied at once, which at each step of rehearsal is worth it.
-            index = torch.tensor(chosen, dtype=torch.long, device=self.outputs.device)
-            inputs = each(lambda tensor: tensor.index_select(0, index), self.inputs)
             return replace(self, inputs=inputs, outputs=self.outputs.index_select(0, index))
-        ends = self.counted.sum(dim=1).cumsum(dim=0).tolist()
-        rows = [row for n in chosen for row in range(ends[n - 1] if n else 0, ends[n])]
-        return replace(self, inputs=take(self.inputs, chosen), outputs=self.outputs[rows], counted=self.counted[chosen])
+        rows = torch.cat([self._rows[n] for n in index.tolist()])
+        counted = self.counted.index_select(0, index)
+        return replace(self, inputs=inputs, outputs=self.outputs.index_select(0, rows), counted=counted)
 
     def __repr__(self) -> str:
         return f"<Probe of {self.data!r}: {self.samples:,} samples, {self.likelihood}, {self.bytes:,} bytes>"

@@ -53,8 +53,8 @@ def merge(options: MergeOptions) -> Anchor:
 
     K-FAC blocks are merged into one for each layer, read all together. Their centre is where all of them together pull
     least, to a millionth; their sum is no such block, so that another stands in for it (`kfac_sum`), and the merged
-    anchor does not pull quite as they would. How far that block is off, as it is stored, is said and recorded. The model
-    that `checkpoint` names is not at that centre, but where damped blocks have theirs (`merged_model`).
+    anchor does not pull quite as they would. How far that block is off, as it is stored, is said and recorded. The
+    model that `checkpoint` names is not at that centre, but where damped blocks have theirs (`merged_model`).
 
     Args:
         options: The anchors, and by their names the others of `MergeOptions`.

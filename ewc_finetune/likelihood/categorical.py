@@ -80,8 +80,8 @@ class Categorical(Likelihood):
     def divergence(self, answers: Tensor, outputs: Tensor) -> Tensor:
         """`sum_y p (log p - log q)` over the classes that p knows; classes that came later have a part in q alone."""
         p = answers.log_softmax(dim=-1)
-        q = self.answers(outputs).log_softmax(dim=-1)[..., : answers.shape[-1]]
-        return (p.exp() * (p - q)).sum(dim=-1).clamp(min=0)
+        q = outputs.log_softmax(dim=-1).clamp(min=-LARGEST_OUTPUT)[..., : answers.shape[-1]]
+        return functional.kl_div(q, p, reduction="none", log_target=True).sum(dim=-1).clamp(min=0)
 
     def unchanged(self, answers: Tensor, outputs: Tensor) -> Tensor:
         """Whether the largest logit is of a class that no other was likelier than."""

@@ -70,7 +70,7 @@ class Memory:
             text += f"; what is kept is measured by the other {len(self.held_out)}{coarse}"
         return text
 
-    def divergence(self, model: nn.Module, samples: list[int], forward: nn.Module | None = None) -> Tensor:
+    def divergence(self, model: nn.Module, samples: Tensor, forward: nn.Module | None = None) -> Tensor:
         """Return the mean over some inputs of the divergence of the model's predictions from the answers, in nats.
 
         It is a scalar to differentiate, in float32 or wider; of a sequence it is the sum over the tokens that count.
@@ -114,17 +114,15 @@ class Order:
 
     def __init__(self, size: int, generator: torch.Generator) -> None:
         self.size, self.generator = size, generator
-        self.left: list[int] = []
+        self.left = torch.empty(0, dtype=torch.long)
 
-    def draw(self, n: int) -> list[int]:
+    def draw(self, n: int) -> Tensor:
         """Return the numbers of the next inputs, no more than there are, no two the same."""
         n = min(n, self.size)
         drawn, self.left = self.left[:n], self.left[n:]
         if len(drawn) < n:
-            order = torch.randperm(self.size, generator=self.generator).tolist()
-            had = set(drawn)
-            more = [number for number in order if number not in had][: n - len(drawn)]
-            taken = set(more)
-            self.left = [number for number in order if number not in taken]
-            drawn += more
+            order = torch.randperm(self.size, generator=self.generator)
+            more = order[torch.isin(order, drawn, invert=True)][: n - len(drawn)]
+            self.left = order[torch.isin(order, more, invert=True)]
+            drawn = torch.cat([drawn, more])
         return drawn

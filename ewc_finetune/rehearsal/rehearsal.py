@@ -100,10 +100,10 @@ class Rehearsal:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed to go on in the same order."""
-        return {"generator": self._generator.get_state(), "left": [list(order.left) for order in self._orders]}
+        return {"generator": self._generator.get_state(), "left": [order.left.clone() for order in self._orders]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on in the order that `state_dict` gave."""
         self._generator.set_state(state["generator"])
         for order, left in zip(self._orders, state["left"], strict=True):
-            order.left = list(left)
+            order.left = left.clone()

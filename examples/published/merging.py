@@ -4,8 +4,8 @@ The four settings of kfac.py, three seeds each. The network is trained on MNIST;
 90 degrees, and B on Fashion-MNIST. They are merged, without training, as the mean of their weights; by task arithmetic
 (Ilharco et al. 2023, "Editing models with task arithmetic"); TIES (Yadav et al. 2023, "TIES-merging: resolving
 interference when merging models"); RegMean (Jin et al. 2023, "Dataless knowledge fusion by merging weights of language
-models"); and by their anchors, 1 to 1, as `merge --checkpoint` does. Anchors and RegMean see 10,000 samples of each. The
-exact centres of K-FAC anchors, without damping, are what their stack pulls to.
+models"); and by their anchors, 1 to 1, as `merge --checkpoint` does. Anchors and RegMean see 10,000 samples of each.
+The exact centres of K-FAC anchors, without damping, are what their stack pulls to.
 
     OMP_NUM_THREADS=1 python examples/published/merging.py --settings convolutional      about five minutes
     python examples/published/merging.py --quick                                       half a minute, to see it run

@@ -143,7 +143,7 @@ def test_top_answers_are_a_coarser_view(classes, k, seed):
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 9))
 def test_all_are_drawn_before_any_comes_again(size, n, seed):
     order = Order(size, torch.Generator().manual_seed(seed))
-    drawn = [order.draw(n) for _ in range(6)]
+    drawn = [order.draw(n).tolist() for _ in range(6)]
     assert all(len(set(one)) == len(one) == min(n, size) for one in drawn)
     counts = torch.bincount(torch.tensor([number for one in drawn for number in one]), minlength=size)
     assert counts.max() - counts.min() <= 1
