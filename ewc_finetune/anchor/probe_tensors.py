@@ -71,7 +71,7 @@ class Probe:
     def _rows(self) -> list[Tensor]:
         """The rows of answers that belong to each sample: its own, or those of its tokens that count."""
         rows = torch.arange(len(self.outputs), device=self.outputs.device)
-        return list(rows.split(1 if self.counted is None else self.counted.sum(dim=1).tolist()))
+        return list(torch.split(rows, 1 if self.counted is None else self.counted.sum(dim=1).tolist()))
 
     def subset(self, samples: Sequence[int] | Tensor) -> Probe:
         """Return the probe of some of its inputs, in this order."""
