@@ -30,11 +30,12 @@ class Row:
     Attributes:
         name: The name of its checkpoint and run folder, without ending.
         stack: What its anchors are called.
-        strength: Lambda; 0 is plain fine-tuning.
+        strength: Lambda.
         form: The form of the penalty.
         seed: The seed of the run.
         status: `finished`, `failed: ...`, `waiting`, or what its run folder says.
         outcome: What came of it, once it is finished.
+        plain: Whether it is plain fine-tuning.
     """
 
     name: str
@@ -44,11 +45,12 @@ class Row:
     seed: int
     status: str
     outcome: Outcome | None = None
+    plain: bool = False
 
     @property
     def place(self) -> tuple[str, str, float]:
         """What runs share that differ in their seed alone; plain ones have no stack."""
-        return (self.stack, self.form, self.strength) if self.strength else ("", "", 0.0)
+        return ("", "", 0.0) if self.plain else (self.stack, self.form, self.strength)
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,11 @@ class Position:
     retention: SeedStatistics | None
     plasticity: SeedStatistics | None
     mean: float | None
+
+    @property
+    def plain(self) -> bool:
+        """Whether they are plain fine-tuning."""
+        return not self.stack
 
     @property
     def point(self) -> Point | None:
@@ -136,7 +143,7 @@ class Tradeoff:
                 [
                     self.curve(position),
                     *([str(position.finished)] if self._several_seeds else []),
-                    "-" if not position.strength else f"{position.strength:g}",
+                    "-" if position.plain else f"{position.strength:g}",
                     self._text(position.retention, kept=True),
                     self._text(position.plasticity, kept=False),
                     NOTHING if position.mean is None or self.group is None else self.group.measure.text(position.mean),
@@ -147,9 +154,9 @@ class Tradeoff:
 
     def curve(self, position: Position) -> str:
         """Return what tells a point's curve from the others."""
-        if not position.strength:
+        if position.plain:
             return "plain"
-        forms = {p.form for p in self.positions if p.strength}
+        forms = {p.form for p in self.positions if not p.plain}
         return f"{position.stack}, {position.form}" if len(forms) > 1 else position.stack
 
     def said(self, row: Row) -> str:
@@ -270,7 +277,7 @@ class Tradeoff:
         names: dict[str, list[Position]] = {}
         for position in self.positions:
             if position.point:
-                names.setdefault(self.curve(position) if position.strength else PLAIN, []).append(position)
+                names.setdefault(PLAIN if position.plain else self.curve(position), []).append(position)
         if not names or self.group is None:
             return
         bend = None if self.knee is None else self.positions[self.knee]

@@ -130,7 +130,7 @@ class SweepFolder:
         rows = []
         for point in self.points:
             status = f"failed: {self.failures[point.name]}" if point.name in self.failures else "waiting"
-            row = Row(point.name, point.stack, point.strength, point.form, point.seed, status)
+            row = Row(point.name, point.stack, point.strength, point.form, point.seed, status, plain=point.plain)
             run = None if point.name in self.failures else runs.get(point.name)
             rows.append(row if run is None else self._told(row, run))
         asked = {row.name for row in rows}
@@ -139,7 +139,8 @@ class SweepFolder:
             lambdas = options.get("lambda")
             if name not in asked | self.left_out and isinstance(lambdas, list) and len(lambdas) == 1:
                 label = stack_label(options["anchors"])
-                row = Row(name, label, lambdas[0], options["penalty-form"], options["seed"], "")
+                plain = not outcome_of(run).held
+                row = Row(name, label, lambdas[0], options["penalty-form"], options["seed"], "", plain=plain)
                 rows.append(self._told(row, run))
         return rows
 

@@ -30,9 +30,10 @@ class Point:
         name: The name of its checkpoint and run folder, without ending.
         stack: The name of its stack of anchors.
         anchors: The anchors that hold the run, oldest first.
-        strength: Lambda, the same for all of them; 0 is plain fine-tuning.
+        strength: Lambda, the same for all of them.
         form: The form of the penalty.
         seed: The seed of the run.
+        plain: Whether it is plain fine-tuning: neither a penalty nor rehearsal.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Point:
     strength: float
     form: PenaltyForm
     seed: int
+    plain: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -50,7 +52,7 @@ class Point:
             "lambdas": [self.strength],
             "penalty_form": self.form,
             "seed": self.seed,
-            **({"retain": None} if self.strength == 0 else {}),
+            **({"retain": None} if self.plain else {}),
         }
 
 
@@ -60,18 +62,22 @@ def grid(
     forms: Sequence[PenaltyForm],
     seeds: Sequence[int],
     plain: bool,
+    rehearsed: bool = False,
 ) -> list[Point]:
     """Return every combination once, a seed after the other, so that each has a frontier as soon as may be.
 
-    A lambda of 0 is the plain run, of which there is one for each seed, under the first stack: with the same start.
+    Of plain runs there is one for each seed, under the first stack: with the same start. A lambda of 0 is such a run,
+    or where old inputs are rehearsed one that is held by these alone, in the first form.
     """
-    strengths = _unique(strength for strength in lambdas if strength > 0)
+    strengths = _unique(strength for strength in lambdas if strength > 0 or rehearsed)
     points = []
     for seed in _unique(seeds):
-        if plain or 0 in lambdas:
+        if plain or (0 in lambdas and not rehearsed):
             first = label_of(stacks[0])
-            points.append(Point(_name(["plain"], "gradient", seed), first, stacks[0], 0.0, "gradient", seed))
+            points.append(Point(_name(["plain"], "gradient", seed), first, stacks[0], 0.0, "gradient", seed, True))
         for stack, form, strength in itertools.product(stacks, _unique(forms), strengths):
+            if strength == 0 and form != forms[0]:
+                continue
             name = _name([label_of(stack), f"lambda-{_number(strength)}"], form, seed)
             points.append(Point(name, label_of(stack), stack, strength, form, seed))
     return points

@@ -73,7 +73,7 @@ class Grid:
         metavar="N",
         unless="0",
     )
-    plain: bool = option(True, "Make a run without penalty too, for each seed.", unless="yes")
+    plain: bool = option(True, "Make a run without penalty or rehearsal too, for each seed.", unless="yes")
     jobs: int = option(1, "Runs at a time, in as many processes.", least=1, metavar="N")
     discard: bool = option(False, "Remove the checkpoints in the end, but for those of the knee and of the best mean.")
 
@@ -119,7 +119,7 @@ class SweepOptions(Computing, Adapting, Schedule, Rehearsing, Grid, Starting, To
         """
         parts = (Told, Starting, Schedule, Rehearsing, Adapting, Computing)
         shared = {one.name: getattr(self, one.name) for part in parts for one in fields(part)}
-        if self.rehearse and point.strength == 0:
+        if self.rehearse and point.plain:
             # What the others are compared with rehearses nothing, and is measured by the same inputs as they are.
             shared["rehearse_weight"] = 0.0
         return FinetuneOptions(**{**shared, **point.options, **own})

@@ -86,7 +86,9 @@ def plan(options: SweepOptions) -> SweepPlan:
     check_grid(options.lambdas, options.penalty_forms, options.seeds, options.jobs)
     options = replace(options, model=pinned_model(options.model, progress))
     stacks = as_stacks(options.anchors, progress)
-    points = grid(stacks, options.lambdas, options.penalty_forms, options.seeds, options.plain)
+    points = grid(
+        stacks, options.lambdas, options.penalty_forms, options.seeds, options.plain, options.rehearses
+    )
     if options.jobs > 1:
         for point in points:
             arguments_of(options.of_run(point))  # refuses what no command line can say
@@ -211,7 +213,7 @@ def _differing(swept: SweepPlan, run: Run, point: Point | None) -> list[str]:
         point: Which of the sweep's it is; None if it is at another point.
     """
     options, like = swept.options, point or swept.points[0]
-    others, plain, fixed = point is None, like.strength == 0, options.model is not None
+    others, plain, fixed = point is None, like.plain, options.model is not None
     # Fresh weights differ from seed to seed.
     fresh = isinstance(options.model, (str, Path)) and not is_there(options.model)
     finished = run.document["status"] == "finished"

@@ -144,7 +144,7 @@ def rows_of(tmp_path, runs):
         after = [recorded_score("mnist", kept), recorded_score("fmnist", learned)]
         anchors = [recorded_anchor(strength=strength)]
         outcome = outcome_of(read_run(write_run(tmp_path / f"{name}.run", anchors=anchors, after=after)))
-        yield Row(name, "mnist", strength, "gradient", seed, "finished", outcome)
+        yield Row(name, "mnist", strength, "gradient", seed, "finished", outcome, plain=not strength)
 
 
 def test_means_over_seeds(tmp_path):
@@ -345,11 +345,17 @@ def test_stacks_forms_and_probes(job, tmp_path):
 def test_all_runs_beside_rehearsal_are_measured_by_the_same_inputs(job, tmp_path):
     model, _, _ = job
     probed = ewc.consolidate(model, blobs(0), probe=80)
-    swept(job, tmp_path / "s", anchors=probed, rehearse=["probes", blobs(0)], rehearse_batch=8)
+    lambdas = [0, 1, 100]
+    done = swept(job, tmp_path / "s", anchors=probed, lambdas=lambdas, rehearse=["probes", blobs(0)], rehearse_batch=8)
     runs = {
         name: json.loads((tmp_path / "s" / f"{name}.run" / "run.json").read_text()) for name in names(tmp_path / "s")
     }
-    assert len(runs) == 3
+    # Held by rehearsal alone, without a penalty, is no plain run.
+    assert [(p.plain, p.strength, p.finished) for p in done.tradeoff.positions] == [
+        (True, 0, 1), (False, 0, 1), (False, 1, 1), (False, 100, 1),
+    ]  # fmt: skip
+    assert [line[1] for line in done.tradeoff.lines()] == ["-", "0", "1", "100"]
+    assert len(runs) == 4
     assert {kept["samples"] for run in runs.values() for kept in run["retention"]} == {16}
     held_out = [run["found"]["rehearsed"][0]["held_out"] for run in runs.values()]
     assert held_out[0] == held_out[1] == held_out[2]
