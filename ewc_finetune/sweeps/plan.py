@@ -86,9 +86,7 @@ def plan(options: SweepOptions) -> SweepPlan:
     check_grid(options.lambdas, options.penalty_forms, options.seeds, options.jobs)
     options = replace(options, model=pinned_model(options.model, progress))
     stacks = as_stacks(options.anchors, progress)
-    points = grid(
-        stacks, options.lambdas, options.penalty_forms, options.seeds, options.plain, options.rehearses
-    )
+    points = grid(stacks, options.lambdas, options.penalty_forms, options.seeds, options.plain, options.rehearses)
     if options.jobs > 1:
         for point in points:
             arguments_of(options.of_run(point))  # refuses what no command line can say
