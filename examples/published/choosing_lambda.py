@@ -5,8 +5,8 @@ Fashion-MNIST, to MNIST with its pixels shuffled, and to MNIST turned by 60 degr
 one with the best mean of both test accuracies, which nobody without the old data could know. Against it stand the
 three ways of `--lambda auto`: by the tolerance of 2% alone, by a probe of 1,000 old inputs of which 95% of the answers
 are to be kept (`--retain 0.95`), and by the old data itself (`--select-on mnist`, its training images); and what needs
-no choice, a probe of 256 that is rehearsed, without a penalty and under the default one. Time is that of the whole
-command, in plain runs.
+no choice, a probe of 256 that is rehearsed, without a penalty and under the default one. Time is the processor's
+in the whole command, in plain runs.
 
     OMP_NUM_THREADS=1 python examples/published/choosing_lambda.py    about half an hour
     python examples/published/choosing_lambda.py --quick              a few seconds, to see that it runs
@@ -97,11 +97,11 @@ def adapt(
     model: nn.Module, data: Domain, lambdas: float | str, options: dict[str, Any]
 ) -> tuple[float, float, float, float]:
     """Return the lambda, both accuracies, and the seconds."""
-    begun = time.perf_counter()
+    begun = time.process_time()
     done = ewc.finetune(model, data, lambdas=lambdas, **options)
     kept, learned = (score.accuracy or 0.0 for score in done.after[:2])
     strength = lambdas if done.search is None else done.search.strength
-    return float(strength), kept, learned, time.perf_counter() - begun
+    return float(strength), kept, learned, time.process_time() - begun
 
 
 def make_table(rows: list[Row]) -> str:

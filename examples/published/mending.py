@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
-import statistics
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,6 +28,7 @@ import torch
 from kfac import DIAGONAL, KFAC, SAMPLES, SETTINGS
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from points import collect, means, parse_arguments
 from torch import nn
 
 import ewc_finetune as ewc
@@ -70,36 +69,11 @@ class Point(NamedTuple):
 
 def main() -> None:
     options = parse_arguments(__doc__, Path(__file__).with_suffix(""))
-    for name in options.settings:
-        path = options.output / f"{name}.csv"
-        points = read(path)
-        for seed in options.seeds:
-            done = {point[:2] for point in points if point.seed == seed}
-            for point in run_seed(name, seed, done, options):
-                print(f"{name}: {point}", flush=True)
-                points.append(point)
-                with path.open("w", newline="") as file:
-                    csv.writer(file, lineterminator="\n").writerows([Point._fields, *points])
-    found = {name: points for name in SETTINGS if (points := read(options.output / f"{name}.csv"))}
+    found = collect(Point, run_seed, options)
     table = table_of(found)
     (options.output / "mending.md").write_text(table)
     print(f"\n{table}")
     draw(found, options.output / "mending.png")
-
-
-def parse_arguments(about: str | None, folder: Path) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--settings", nargs="*", choices=SETTINGS, default=list(SETTINGS), help="which of them (all)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a network each (0 1 2)")
-    parser.add_argument("--data-dir", type=Path, help="where MNIST and FashionMNIST lie (default: $EWC_FT_DATA)")
-    parser.add_argument("--output", type=Path, default=folder, help="folder")
-    parser.add_argument("--work", type=Path, help="folder that keeps trained networks for another run (default: none)")
-    parser.add_argument("--quick", action="store_true", help="little data, one seed: shows that it runs, no result")
-    options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    if options.quick:
-        options.seeds = options.seeds[:1]
-    return options
 
 
 def data(name: str, options: argparse.Namespace) -> str:
@@ -143,8 +117,9 @@ def anchor(
         return ewc.Anchor.load(path)
 
 
-def run_seed(name: str, seed: int, done: set[tuple[str, str]], options: argparse.Namespace) -> Iterator[Point]:
+def run_seed(name: str, seed: int, points: list[Point], options: argparse.Namespace) -> Iterator[Point]:
     """Train on MNIST and on Fashion-MNIST, then mend in every way that is not there yet."""
+    done = {point[:2] for point in points}
     if {(REHEARSED, ""), *((penalty, KNEE) for penalty in CURVATURES)} <= done:
         return
     start, forgot = (network(name, seed, domain, options) for domain in ("mnist", "fmnist"))
@@ -185,28 +160,6 @@ def run_seed(name: str, seed: int, done: set[tuple[str, str]], options: argparse
     yield Point(REHEARSED, "", seed, *accuracies(forgot))
 
 
-def read(path: Path) -> list[Point]:
-    """Read the points of a setting; none if it has not been run."""
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return [
-            Point(row["way"], row["place"], int(row["seed"]), float(row["kept"]), float(row["learned"]))
-            for row in csv.DictReader(file)
-        ]
-
-
-def means(points: list[Point]) -> dict[tuple[str, str], tuple[float, float]]:
-    """Mean of what is kept and learned over the seeds, in percent, by way and place."""
-    return {
-        key: (
-            100 * statistics.mean(p.kept for p in points if p[:2] == key),
-            100 * statistics.mean(p.learned for p in points if p[:2] == key),
-        )
-        for key in dict.fromkeys(p[:2] for p in points)
-    }
-
-
 def table_of(found: dict[str, list[Point]]) -> str:
     """What is kept and what is learned, means over the seeds."""
     columns = {name: means(points) for name, points in found.items()}
@@ -236,9 +189,13 @@ def draw(found: dict[str, list[Point]], path: Path) -> None:
             (WHOLE, "D-", "C2"),
         ):
             curve(axes, {place: value for (of, place), value in known.items() if of == way}, style, color, way)
-        axes.plot(*known[PLAIN, ""], "X", color="k", ms=7, label=PLAIN)
-        axes.plot(*known[REHEARSED, ""], "P", color="0.4", ms=8, label=f"then {STEPS} steps rehearsed, not mended")
-        axes.plot(*known[KFAC, POLISHED], "*", color="C3", ms=12, label=f"K-FAC, {POLISHED}")
+        for single, marker, color, size, label in (
+            ((PLAIN, ""), "X", "k", 7, PLAIN),
+            ((REHEARSED, ""), "P", "0.4", 8, f"then {STEPS} steps rehearsed, not mended"),
+            ((KFAC, POLISHED), "*", "C3", 12, f"K-FAC, {POLISHED}"),
+        ):
+            if single in known:
+                axes.plot(*known[single], marker, color=color, ms=size, label=label)
         # Equal ratios of errors are equal distances, for most of what there is to see lies beyond 90%.
         axes.set_xscale("function", functions=(lambda x: -np.log(100.01 - x), lambda y: 100.01 - np.exp(-y)))
         axes.set_xticks([50, 80, 90, 95, 97, 98, 99])

@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
-import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from kfac import DIAGONAL, SAMPLES, SETTINGS
-from mending import CURVATURES, anchor, data, network, parse_arguments
+from mending import CURVATURES, anchor, data, network
+from points import collect, means, parse_arguments
 from torch import Tensor, nn
 
 import ewc_finetune as ewc
@@ -57,24 +56,15 @@ class Point(NamedTuple):
 
 def main() -> None:
     options = parse_arguments(__doc__, Path(__file__).with_suffix(""))
-    for name in options.settings:
-        path = options.output / f"{name}.csv"
-        points = read(path)
-        for seed in options.seeds:
-            done = {point.method for point in points if point.seed == seed}
-            for point in run_seed(name, seed, done, options):
-                print(f"{name}: {point}", flush=True)
-                points.append(point)
-                with path.open("w", newline="") as file:
-                    csv.writer(file, lineterminator="\n").writerows([Point._fields, *points])
-    found = {name: points for name in SETTINGS if (points := read(options.output / f"{name}.csv"))}
+    found = collect(Point, run_seed, options)
     table = table_of(found)
     (options.output / "merging.md").write_text(table)
     print(f"\n{table}")
 
 
-def run_seed(name: str, seed: int, done: set[str], options: argparse.Namespace) -> Iterator[Point]:
+def run_seed(name: str, seed: int, points: list[Point], options: argparse.Namespace) -> Iterator[Point]:
     """Train three networks, and merge two of them in every way that is not there yet."""
+    done = {point.method for point in points}
     if {REGMEAN, *MERGED, *EXACT} <= done:
         return
     domains = ("turned", "fmnist")
@@ -173,25 +163,12 @@ def regmean(models: Sequence[Weights], grams: Sequence[dict[str, Tensor]]) -> We
     return merged
 
 
-def read(path: Path) -> list[Point]:
-    """Read the points of a setting; none if it has not been run."""
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return [
-            Point(row["method"], float(row["scale"]), int(row["seed"]), float(row["turned"]), float(row["fashion"]))
-            for row in csv.DictReader(file)
-        ]
-
-
 def best(points: list[Point]) -> dict[str, tuple[float, float, float]]:
     """Mean accuracies over the seeds, in percent, and the scale, by method: that of the scale with the best mean."""
     found: dict[str, tuple[float, float, float]] = {}
-    for method, scale in dict.fromkeys(p[:2] for p in points):
-        group = [p for p in points if p[:2] == (method, scale)]
-        turned, fashion = (100 * statistics.mean(p[field] for p in group) for field in (3, 4))
-        if method not in found or turned + fashion > sum(found[method][:2]):
-            found[method] = (turned, fashion, scale)
+    for (method, scale), scores in means(points).items():
+        if method not in found or sum(scores) > sum(found[method][:2]):
+            found[method] = (*scores, scale)
     return found
 
 

@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
-import statistics
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from kfac import DIAGONAL, SAMPLES, SETTINGS, Setting
+from kfac import DIAGONAL, SAMPLES, SETTINGS
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from mending import data, network
+from points import collect, means, parse_arguments
 from torch.utils.data import ConcatDataset
 
 import ewc_finetune as ewc
@@ -54,35 +53,12 @@ class Point(NamedTuple):
 
 
 def main() -> None:
-    options = parse_arguments()
-    options.output.mkdir(parents=True, exist_ok=True)
-    for name in options.settings:
-        path = options.output / f"{name}.csv"
-        points = read(path)
-        for seed in options.seeds:
-            for point in run_seed(SETTINGS[name], seed, points, options):
-                print(f"{name}: {point}", flush=True)
-                points.append(point)
-                with path.open("w", newline="") as file:
-                    csv.writer(file, lineterminator="\n").writerows([Point._fields, *points])
-    found = {name: points for name in SETTINGS if (points := read(options.output / f"{name}.csv"))}
+    options = parse_arguments(__doc__, Path(__file__).with_suffix(""))
+    found = collect(Point, run_seed, options)
     table = table_of(found)
     (options.output / "rehearsal.md").write_text(table)
     print(f"\n{table}")
     draw(found, options.output / "rehearsal.png")
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--settings", nargs="*", choices=SETTINGS, default=list(SETTINGS), help="which of them (all)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a network each (0 1 2)")
-    parser.add_argument("--data-dir", type=Path, help="where MNIST and FashionMNIST lie (default: $EWC_FT_DATA)")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(""), help="folder")
-    parser.add_argument("--quick", action="store_true", help="little data, one seed: shows that it runs, no result")
-    options = parser.parse_args()
-    if options.quick:
-        options.seeds = options.seeds[:1]
-    return options
 
 
 def wanted(quick: bool) -> Iterator[tuple[int, bool, str, float]]:
@@ -100,19 +76,17 @@ def wanted(quick: bool) -> Iterator[tuple[int, bool, str, float]]:
             yield probe, False, NONE, 0.0
 
 
-def run_seed(setting: Setting, seed: int, done: list[Point], options: argparse.Namespace) -> Iterator[Point]:
+def run_seed(name: str, seed: int, points: list[Point], options: argparse.Namespace) -> Iterator[Point]:
     """Train on MNIST, then adapt to Fashion-MNIST in each way that is not there yet."""
-    limit = "?limit=200" if options.quick else ""
-    mnist, fmnist = f"mnist{limit}", f"fmnist{limit}"
-    common = {"seed": seed, "data_dir": options.data_dir}
-    short = {"epochs": 1} if options.quick else {}
-    left = [one for one in wanted(options.quick) if not any((p[:4], p.seed) == (one, seed) for p in done)]
+    done = {point[:4] for point in points}
+    left = [one for one in wanted(options.quick) if one not in done]
     if not left:
         return
-    torch.manual_seed(seed)
-    start = setting.build()
-    ewc.finetune(start, mnist, eval_on=[], **{**common, **setting.first, **short})
-    second = {**common, **setting.second, **short, "eval_on": [mnist, fmnist]}
+    mnist, fmnist = data("mnist", options), data("fmnist", options)
+    start = network(name, seed, "mnist", options)
+    common = {"seed": seed, "data_dir": options.data_dir}
+    short = {"epochs": 1} if options.quick else {}
+    second = {**common, **SETTINGS[name].second, **short, "eval_on": [mnist, fmnist]}
     with tempfile.TemporaryDirectory() as folder:
         anchors: dict[tuple[int, str], ewc.Anchor] = {}
 
@@ -140,36 +114,6 @@ def run_seed(setting: Setting, seed: int, done: list[Point], options: argparse.N
                 held = {"anchors": anchor(probe, penalty), "lambdas": strength}
                 made = ewc.finetune(copy.deepcopy(start), fmnist, **held, **rehearsed, **second)
             yield Point(probe, variations, penalty, strength, seed, *(score.accuracy for score in made.after))
-
-
-def read(path: Path) -> list[Point]:
-    """Read the points of a setting; none if it has not been run."""
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return [
-            Point(
-                int(row["probe"]),
-                row["variations"] == "True",
-                row["penalty"],
-                float(row["strength"]),
-                int(row["seed"]),
-                float(row["kept"]),
-                float(row["learned"]),
-            )
-            for row in csv.DictReader(file)
-        ]
-
-
-def means(points: list[Point]) -> dict[tuple[int, bool, str, float], tuple[float, float]]:
-    """Mean of what is kept and learned over the seeds, in percent, by everything else."""
-    return {
-        key: (
-            100 * statistics.mean(p.kept for p in points if p[:4] == key),
-            100 * statistics.mean(p.learned for p in points if p[:4] == key),
-        )
-        for key in dict.fromkeys(p[:4] for p in points)
-    }
 
 
 def table_of(found: dict[str, list[Point]]) -> str:
