@@ -174,7 +174,7 @@ def table_of(found: dict[str, list[Point]]) -> str:
 
 
 def draw(found: dict[str, list[Point]], path: Path) -> None:
-    """Draw what is kept against what is learned, a panel to a setting."""
+    """Draw what is kept against what is learned, a panel to a setting; whole factors lie where those cut do."""
     rows = 1 + (len(found) > 2)
     columns = max(1, -(-len(found) // rows))
     figure = Figure(figsize=(5 * columns, 4.2 * rows), layout="constrained")
@@ -186,7 +186,6 @@ def draw(found: dict[str, list[Point]], path: Path) -> None:
             (MEAN, "^--", "0.6"),
             (DIAGONAL, "o-", "C0"),
             (KFAC, "s-", "C1"),
-            (WHOLE, "D-", "C2"),
         ):
             curve(axes, {place: value for (of, place), value in known.items() if of == way}, style, color, way)
         for single, marker, color, size, label in (
@@ -217,7 +216,7 @@ def curve(axes: Axes, known: dict[str, tuple[float, float]], style: str, color: 
         return
     axes.plot(*zip(*places.values(), strict=True), style, color=color, ms=5, label=label)
     for place, position in places.items():
-        away = {DIAGONAL: (4, 4), KFAC: (-3, -11), WHOLE: (-1, 6), MEAN: (6, -3)}[label]
+        away = {DIAGONAL: (-4, -12), KFAC: (3, 5), MEAN: (-8, -12)}[label]
         if place == "0.03":  # there is no room for it, and the others say which it is
             continue
         axes.annotate(
