@@ -8,7 +8,7 @@ are to be kept (`--retain 0.95`), and by the old data itself (`--select-on mnist
 no choice, a probe of 256 that is rehearsed, without a penalty and under the default one. Time is the processor's
 in the whole command, in plain runs.
 
-    OMP_NUM_THREADS=1 python examples/published/choosing_lambda.py    about half an hour
+    OMP_NUM_THREADS=1 python examples/published/choosing_lambda.py    twenty minutes
     python examples/published/choosing_lambda.py --quick              a few seconds, to see that it runs
 
 Writes lambdas.md and lambdas.csv to --output (the folder choosing_lambda beside this file).

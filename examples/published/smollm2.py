@@ -51,10 +51,9 @@ WAYS: dict[str, tuple[int, int, float]] = {
     BEFORE: (0, 0, 0.0),
     PLAIN: (0, 0, 0.0),
     "64 own answers, 4 a step": (64, 4, 0.0),
-    "64 own answers, 8 a step": (64, 8, 0.0),
+    "EWC": (0, 0, 100.0),
     "256 own answers, 8 a step": (256, 8, 0.0),
     "256 own answers, 8 a step, and EWC": (256, 8, 10.0),
-    "EWC": (0, 0, 100.0),
 }
 
 
