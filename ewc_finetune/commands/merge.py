@@ -18,7 +18,7 @@ from ewc_finetune.checkpoint.formats.from_anchor import FromAnchor
 from ewc_finetune.checkpoint.open import open_checkpoint
 from ewc_finetune.choices import Lineage
 from ewc_finetune.curvature.kronecker_factors import check_rank
-from ewc_finetune.errors import Mistakes, StorageError, UsageError
+from ewc_finetune.errors import Mistakes, UsageError
 from ewc_finetune.penalty.kronecker_sum import sum_of
 from ewc_finetune.penalty.merged_model import merged_model
 from ewc_finetune.penalty.merging import (
@@ -37,7 +37,7 @@ from ewc_finetune.penalty.quadratic import Quadratic, spread_lambdas, sum_quadra
 from ewc_finetune.progress import Progress
 from ewc_finetune.runs.idle import MERGE, say_idle
 from ewc_finetune.specs.options import check_declared, takes
-from ewc_finetune.storage.atomic import atomic_writes, check_output, storage_errors
+from ewc_finetune.storage.atomic import atomic_writes, check_distinct, check_output, storage_errors
 
 # A block that is off by this share of the sum, in the Frobenius norm, is worth a note.
 _NOTED = 0.005
@@ -236,8 +236,7 @@ def _check_outputs(
         check_output(path, overwrite, sources, note=progress.note)
     if outputs[0] is not None and Path(outputs[0]).suffix in (".pt", ".pth", ".ckpt", ".bin"):
         raise UsageError(f"the output {outputs[0]} is an anchor, named as a checkpoint; let it end in .safetensors")
-    if len({path.resolve() for path in written}) < len(written):
-        raise StorageError(f"the anchor and the checkpoint cannot both be {written[0]}")
+    check_distinct(dict(zip(("anchor", "checkpoint"), outputs, strict=True)))
 
 
 def _model(todo: MergePlan, merged: Anchor, path: Path) -> tuple[FromAnchor, nn.Module, ModelMetadata]:

@@ -270,7 +270,7 @@ def aim_of(options: FinetuneOptions, chosen: Sequence[str], anchors: Sequence[An
     tolerance, share = options.tolerance, options.retain
     if not is_number(tolerance) or not 0 < tolerance < 1:
         raise UsageError(f"tolerance is {tolerance}; expected a number, more than 0 and less than 1")
-    _check_retain(share, anchors)
+    check_retain(share, anchors)
     if share is not None and chosen and options.lambdas == "auto":
         raise UsageError("--lambda auto goes by --retain or by --select-on, not by both; leave one of them out")
     if share is not None:
@@ -278,7 +278,12 @@ def aim_of(options: FinetuneOptions, chosen: Sequence[str], anchors: Sequence[An
     return Best(chosen) if chosen else Within(tolerance)
 
 
-def _check_retain(retain: float | None, anchors: Sequence[Anchor]) -> None:
+def check_retain(retain: float | None, anchors: Sequence[Anchor]) -> None:
+    """Check the share of answers to keep, and that there are answers in the anchors.
+
+    Raises:
+        UsageError: saying what is wrong.
+    """
     if retain is None:
         return
     if not is_number(retain) or not 0 < retain <= 1:

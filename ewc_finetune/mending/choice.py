@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ewc_finetune.errors import RetentionError
@@ -37,7 +38,8 @@ def choose(points: Sequence[Point], retain: float | None) -> tuple[int, str]:
         return known[bend][0], "the knee: farthest beyond the line between the ends of the frontier"
     if known:
         return max(known, key=lambda of: of[1] + of[2])[0], "the best mean of what is kept and learned"
-    return max(centres, key=lambda n: points[n].kept or 0.0), "what keeps most; nothing tells what was learned"
+    shares = {n: -math.inf if (kept := points[n].kept) is None else kept for n in centres}
+    return max(centres, key=shares.__getitem__), "what keeps most; nothing tells what was learned"
 
 
 def _smallest(points: Sequence[Point], centres: Sequence[int], retain: float) -> int:

@@ -38,37 +38,58 @@ class Place:
     Attributes:
         name: What to call the place.
         ratio: What the old anchors weigh beside the new one there; None of a plain mean of the weights.
-        weights: The parameters by name.
+        tensors: Parameters and buffers by name.
     """
 
     name: str
     ratio: float | None
-    weights: dict[str, Tensor]
+    tensors: dict[str, Tensor]
 
 
 def places(ratios: Sequence[float], anchors: Sequence[Anchor], progress: Progress) -> Iterator[Place]:
     """Go through what is tried: the centre at each ratio and, of several ratios, plain means of the weights."""
     *old, new = anchors
-    for ratio in sorted(ratios):
+    for ratio in ratios:
         yield Place(f"{ratio:g} to 1", ratio, centre(ratio, anchors, progress))
     foreign = foreign_head(old[-1], new.provenance.head)
     for share, name in _WAY.items() if len(ratios) > 1 else ():
+        before = old[-1].weights
         weights = {
-            name: value if name in foreign else old[-1].weights[name].lerp(value.to(old[-1].weights[name]), share)
+            name: value if name in foreign or name not in before else before[name].lerp(value.to(before[name]), share)
             for name, value in new.weights.items()
         }
-        yield Place(name, None, weights)
+        yield Place(name, None, {**weights, **_statistics([old[-1], new], [1 - share, share])})
 
 
 def centre(ratio: float, anchors: Sequence[Anchor], progress: Progress) -> dict[str, Tensor]:
     """Return one model for all anchors, the old ones at so many times the strength of the newest."""
-    return merged_model(anchors, [ratio] * (len(anchors) - 1) + [1.0], progress)
+    strengths = [ratio] * (len(anchors) - 1) + [1.0]
+    return {**merged_model(anchors, strengths, progress), **_statistics(anchors, strengths)}
 
 
-def put(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Give the model these weights."""
-    for name, parameter in model.named_parameters():
-        parameter.detach().copy_(weights[name])
+def _statistics(anchors: Sequence[Anchor], shares: Sequence[float]) -> dict[str, Tensor]:
+    """Return the newest anchor's buffers; of those in floating point that moved (running statistics) the weighted mean.
+
+    Statistics that are of layers' inputs under other weights are no better known than so.
+    """
+    *_, newest = anchors
+    found = dict(newest.buffers)
+    for name, value in newest.buffers.items():
+        each = [anchor.buffers.get(name) for anchor in anchors]
+        known = [(share, one) for share, one in zip(shares, each, strict=True) if one is not None and share]
+        moved = any(one.shape == value.shape and not torch.equal(one.to(value), value) for _, one in known)
+        if moved and value.is_floating_point():
+            total = sum(share for share, _ in known)
+            mean = torch.stack([share / total * one.double() for share, one in known]).sum(dim=0)
+            found[name] = mean.to(value)
+    return found
+
+
+def put(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Give the model these parameters and buffers; what is not among them stays."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in tensors:
+            tensor.detach().copy_(tensors[name])
 
 
 @dataclass(frozen=True)
@@ -106,6 +127,8 @@ class Measures:
         retention = tuple(probe.read(self.model, self.device) for probe in self.probes)
         old = {one.domain for one in scores[int(self.has_new) :]}
         known = [one.unchanged for one in retention if one.unchanged is not None]
+        # Regressions have no answers that stay the same.
+        known = known or [-one.divergence for one in retention]
         kept = merit(scores, old) if old else sum(known) / len(known) if known else None
         learned = merit(scores, {scores[0].domain}) if self.has_new else None
         return Point(name, ratio, scores, retention, kept, learned, steps)

@@ -21,8 +21,8 @@ class Point:
         ratio: What the old anchors weigh beside the new one there; None of a plain mean of the weights.
         scores: On the domains that are scored.
         retention: What it keeps of the old anchors' probes.
-        kept: What it keeps, 0 to 1: the mean score on old domains, else the mean share of unchanged answers to probes;
-            None where nothing tells.
+        kept: What it keeps: the mean score on old domains, else the mean share of unchanged answers to probes (of
+            regressions the negative divergence); None where nothing tells.
         learned: What it has learned: the score on the new domain; None where it has none.
         steps: For how many steps it was polished there.
     """

@@ -45,7 +45,7 @@ class Mending:
     samples: int | None = option(
         None, "Of DATA, for that anchor: a random subset of so many.", least=1, metavar="N", unless="all"
     )
-    ratios: Sequence[float] = option(
+    ratios: float | Sequence[float] = option(
         RATIOS,
         "What the old anchors weigh beside the new one, to try: a number, several (0.1,1,10), or LOW..HIGH:N; "
         "repeatable.",
@@ -112,10 +112,17 @@ class MendOptions(Computing, Mending, Told):
 
     def check(self) -> None:
         """Check what no declaration says; raises UsageError naming the option, its value and what is expected."""
-        for ratio in self.ratios:
+        for ratio in self._ratios:
             if not is_number(ratio) or ratio <= 0:
                 raise UsageError(f"ratio is {ratio}; expected a finite number, more than 0")
-        if not self.ratios:
+        if not self._ratios:
             raise UsageError("there is no ratio to try")
-        if self.retain is not None and (not is_number(self.retain) or not 0 < self.retain <= 1):
-            raise UsageError(f"retain is {self.retain}; expected a share of answers, more than 0 and up to 1")
+
+    @property
+    def _ratios(self) -> Sequence[float]:
+        return self.ratios if isinstance(self.ratios, Sequence) else [self.ratios]
+
+    @property
+    def each_ratio(self) -> list[float]:
+        """The ratios to try, each once, the smallest first."""
+        return sorted(set(self._ratios))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.anchor.compatibility import remarks
@@ -13,8 +15,9 @@ from ewc_finetune.anchor.heads import of_one_head
 from ewc_finetune.checkpoint.open import LoadedModel, open_model
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.sources import resolve_domain, resolve_domains
-from ewc_finetune.errors import Mistakes, UsageError
+from ewc_finetune.errors import AnchorMismatchError, Mistakes, UsageError
 from ewc_finetune.evaluation.presenting import informed
+from ewc_finetune.finetuning.aims import check_retain
 from ewc_finetune.finetuning.plan import Plan as FinetunePlan
 from ewc_finetune.mending.options import MendOptions
 from ewc_finetune.mending.polish import measured, plan_polish
@@ -23,7 +26,7 @@ from ewc_finetune.penalty.penalty import check_fit
 from ewc_finetune.reporting.plots import figure_format
 from ewc_finetune.runs.idle import MEND, say_idle
 from ewc_finetune.specs.options import check_declared
-from ewc_finetune.storage.atomic import check_output
+from ewc_finetune.storage.atomic import check_distinct, check_output
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,10 @@ def plan(options: MendOptions) -> MendPlan:
     with mistakes.noted():
         if options.plot is not None:
             figure_format(Path(options.plot))
+        check_distinct({"model": output, "plot": options.plot})
         for path in (output, options.plot):
             if path is not None:
-                inputs = [options.model, *given]
+                inputs = [options.model, *given, options.anchor_of_new]
                 check_output(Path(path), options.overwrite, inputs, folder=Path(path).is_dir(), note=progress.note)
     for item in given:
         with mistakes.noted():
@@ -96,14 +100,16 @@ def plan(options: MendOptions) -> MendPlan:
     named = dict(loaded.model.named_parameters())
     for anchor in [*of_one_head(old, loaded.metadata.head), *([new] if isinstance(new, Anchor) else [])]:
         check_fit(named, anchor)
-    alone = len(options.ratios) == 1
+    alone = len(options.each_ratio) == 1
     if not alone and not any(anchor.probes for anchor in old) and len(scored) <= has_new:
         raise UsageError(
             "nothing tells what is kept: the old anchors have no probes, and no old domain is named with --eval. Name "
             "one, or one --ratio alone"
         )
-    if options.retain is not None and not any(anchor.probes for anchor in old):
-        raise UsageError("--retain goes by the probes in the old anchors, and there is none in them")
+    check_retain(options.retain, old)
+    _check_kinds([*old, *([new] if isinstance(new, Anchor) else [])])
+    if isinstance(new, Anchor):
+        _check_made_from(new, named)
     for remark in [*loaded.remarks, *(r for anchor in old for r in anchor.remarks), *remarks(old, "all")]:
         progress.note(remark)
     say_idle(options, MEND, {}, progress)
@@ -114,6 +120,28 @@ def plan(options: MendOptions) -> MendPlan:
     if others < had:
         progress.note(f"what is kept is measured by {others:,} of {had:,} inputs in probes: the others are rehearsed")
     return MendPlan(options, loaded, old, known, domain, scored, has_new, device, left, polish, output)
+
+
+def _check_kinds(anchors: list[Anchor]) -> None:
+    """Check that all have one kind of curvature: a layer has no centre between a block and a diagonal."""
+    kfac, others = ([a.label for a in anchors if (a.provenance.curvature == "kfac") == is_kfac] for is_kfac in (1, 0))
+    if kfac and others:
+        raise AnchorMismatchError(
+            f"{', '.join(kfac)} has K-FAC blocks and {', '.join(others)} has a diagonal, and no weights lie between "
+            "the two; mend with anchors of one kind"
+        )
+
+
+def _check_made_from(new: Anchor, named: Mapping[str, Tensor]) -> None:
+    """Check that an anchor has the model's weights, as far as its own precision tells them."""
+    for name in new.weights.keys() & named.keys():
+        kept, weight = new.weights[name], named[name].detach().cpu()
+        narrow = min(kept.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
+        if not torch.equal(kept.to(narrow), weight.to(narrow)):
+            raise AnchorMismatchError(
+                f"{new.label} was not made from the model: its {name} is another. Leave --anchor-of-new out, or name "
+                "the anchor that consolidate made from this very model"
+            )
 
 
 def _scored(options: MendOptions, train: Domain) -> tuple[list[Domain], bool]:

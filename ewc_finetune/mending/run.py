@@ -16,7 +16,7 @@ from ewc_finetune.checkpoint.formats.state_dict import save_state_dict
 from ewc_finetune.checkpoint.open import LoadedModel
 from ewc_finetune.choices import LikelihoodName
 from ewc_finetune.curvature.options import ConsolidateOptions
-from ewc_finetune.errors import RetentionError
+from ewc_finetune.errors import RetentionError, StorageError
 from ewc_finetune.evaluation.probe import least_unchanged
 from ewc_finetune.finetuning.plan import Plan as FinetunePlan
 from ewc_finetune.finetuning.run import run as finetune
@@ -55,11 +55,14 @@ def run(todo: MendPlan, consolidate: Consolidate) -> Mended:
         loaded.model.load_state_dict(start, strict=False)
         raise
     loaded.model.eval()
-    if options.plot is not None:
-        how = "and polished" if todo.polish else "without training"
-        draw_charts(Path(options.plot), [chart(points, chosen)], f"Between old and new, {how}")
     if todo.output is not None:
         _write(todo, todo.output, points[chosen])
+    if options.plot is not None:
+        how = "and polished" if todo.polish else "without training"
+        try:
+            draw_charts(Path(options.plot), [chart(points, chosen)], f"Between old and new, {how}")
+        except StorageError as error:  # the model is there, which is what counts
+            options.progress.note(str(error))
     return Mended(loaded.model, tuple(points), chosen, why, todo.output)
 
 
@@ -79,8 +82,8 @@ def _mended(todo: MendPlan, anchors: list[Anchor]) -> tuple[list[Point], int, st
     with on_device(model, todo.device), random_state_kept(todo.device):
         measures = Measures.of(todo)
         with options.progress.bar("mending", None, "model") as bar:
-            for place in places(options.ratios, anchors, options.progress):
-                put(model, place.weights)
+            for place in places(options.each_ratio, anchors, options.progress):
+                put(model, place.tensors)
                 points.append(measures.point(place.name, place.ratio))
                 bar.advance(1)
         chosen, why = choose(points, options.retain)

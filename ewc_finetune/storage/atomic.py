@@ -155,6 +155,23 @@ def _reason(error: OSError, path: Path) -> str:
     return next(said, error.strerror or str(error))
 
 
+def check_distinct(outputs: Mapping[str, str | Path | None]) -> None:
+    """Refuse to write two things to one path.
+
+    Args:
+        outputs: Paths by what is to be written there; None of what is not.
+
+    Raises:
+        StorageError: naming both.
+    """
+    known: dict[Path, str] = {}
+    for what, path in outputs.items():
+        if path is not None:
+            other = known.setdefault(Path(path).resolve(), what)
+            if other != what:
+                raise StorageError(f"the {other} and the {what} cannot both be {path}")
+
+
 def check_output(
     path: Path,
     overwrite: bool,

@@ -16,11 +16,12 @@ from ewc_finetune.checkpoint.open import open_model
 from ewc_finetune.checkpoint.summary import inspect_checkpoint
 from ewc_finetune.commands import consolidate
 from ewc_finetune.curvature.options import ConsolidateOptions
-from ewc_finetune.errors import ArchitectureError, RetentionError, StorageError, UsageError
+from ewc_finetune.errors import AnchorMismatchError, ArchitectureError, RetentionError, StorageError, UsageError
 from ewc_finetune.finetuning.trainer import Trainer
 from ewc_finetune.mending import plan as mending_plan
 from ewc_finetune.mending import run as mending_run
-from ewc_finetune.penalty.quadratic import sum_quadratics
+from ewc_finetune.penalty.merged_model import merged_model
+from ewc_finetune.progress import Silent
 
 _INPUTS, _LABELS = blobs(shift=8.0, seed=1).tensors
 LOUD = f"{__name__}:Loud"
@@ -87,9 +88,10 @@ def test_a_ratio_alone_is_the_centre_of_the_anchors(forgot, old):
     done = mend(forgot, old, anchor_of_new=new, ratios=[0.5])
     assert [point.name for point in done.points] == ["0.5 to 1"]
     assert done.why == "the only ratio"
-    total = sum_quadratics([anchor, new], [0.5, 1.0])
-    for name, centre in total.centre.items():
-        torch.testing.assert_close(dict(done.model.named_parameters())[name].detach(), centre)
+    found = merged_model([anchor, new], [0.5, 1.0], Silent())
+    assert found.keys() == dict(done.model.named_parameters()).keys()
+    for name, parameter in done.model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), found[name])
 
 
 def test_the_smallest_ratio_that_retains(forgot, old):
@@ -121,13 +123,77 @@ def test_nothing_to_measure_by(forgot, start, tmp_path):
     bare = ewc.consolidate(start, OLD)
     with pytest.raises(UsageError, match="nothing tells what is kept: the old anchors have no probes"):
         ewc.mend(copy.deepcopy(forgot), NEW, anchors=bare)
-    with pytest.raises(UsageError, match="--retain goes by the probes in the old anchors"):
+    with pytest.raises(UsageError, match="--retain goes by the answers to the probes in the anchors"):
         mend(forgot, bare, retain=0.9)
     with pytest.raises(UsageError, match="there is nothing to mend by"):
         mend(forgot, ())
     for wrong in (0.0, -1.0, float("nan")):
         with pytest.raises(UsageError, match="expected a finite number, more than 0"):
-            mend(forgot, bare, ratios=[wrong])
+            mend(forgot, bare, ratios=wrong)
+
+
+def test_what_does_not_belong_together_is_said_before_any_work(forgot, start, old, tmp_path, monkeypatch):
+    monkeypatch.setattr(mending_run, "places", None)
+    stranger, path = Loud(), tmp_path / "new.safetensors"
+    kind = ewc.Anchor.open(old).provenance.curvature
+    with pytest.raises(AnchorMismatchError, match=r"was not made from the model: its \S+ is another"):
+        mend(forgot, old, anchor_of_new=ewc.consolidate(stranger, NEW, curvature=kind))
+    new = ewc.consolidate(forgot, NEW, curvature=kind, output=path).path
+    other = ewc.consolidate(start, OLD, curvature="diagonal" if kind == "kfac" else "kfac", name="other")
+    with pytest.raises(AnchorMismatchError, match="has K-FAC blocks and .* has a diagonal"):
+        mend(forgot, [old, other])
+    with pytest.raises(StorageError, match="one of the inputs"):
+        mend(forgot, old, anchor_of_new=new, output=path, overwrite=True)
+    with pytest.raises(StorageError, match="the model and the plot cannot both be"):
+        mend(forgot, old, output=tmp_path / "m.png", plot=tmp_path / "m.png")
+
+
+def test_a_figure_that_cannot_be_drawn_costs_no_model(forgot, old, tmp_path, monkeypatch):
+    def fail(*_):
+        raise StorageError("no space")
+
+    monkeypatch.setattr(mending_run, "draw_charts", fail)
+    notes = Notes()
+    done = mend(forgot, old, ratios=1.0, output=tmp_path / "m.pt", plot=tmp_path / "m.png", progress=notes)
+    assert done.output.is_file()
+    assert notes.about("no space")
+
+
+def test_statistics_that_moved_are_mixed(start, old):
+    """The old weights have the old ones, and answer as they did."""
+    net = copy.deepcopy(start)
+    ewc.finetune(net, NEW, epochs=20, lr=1e-2, batch_size=20, eval_on=[], norm_stats="update")
+    done = mend(net, old, ratios=[1.0, 3.0])
+    named = {point.name: point for point in done.points}
+    assert named["the old weights"].retention[0].unchanged == 1
+    assert named["the new weights"].scores[0].accuracy == accuracy(net, NEW)
+    before, after = (dict(model.named_buffers())["norm.running_mean"] for model in (start, net))
+    done = mend(net, old, ratios=3.0)
+    torch.testing.assert_close(dict(done.model.named_buffers())["norm.running_mean"], 0.75 * before + 0.25 * after)
+
+
+def test_a_layer_that_the_old_anchor_does_not_know_stays(forgot, old):
+    net = copy.deepcopy(forgot)
+    net.add_module("unused", torch.nn.Linear(2, 2))
+    weight = net.unused.weight.clone()
+    done = ewc.mend(net, NEW, anchors=old, eval_on=[OLD], ratios=[0.3, 1.0])
+    assert done.model.unused.weight.equal(weight)
+
+
+def test_regressions_are_mended_by_the_divergence():
+    torch.manual_seed(0)
+    inputs = torch.randn(200, 4)
+    first, second = (TensorDataset(inputs, inputs @ torch.randn(4, 2)) for _ in range(2))
+    net = torch.nn.Linear(4, 2)
+    options = {"likelihood": "gaussian", "lr": 1e-1, "batch_size": 50, "eval_on": []}
+    ewc.finetune(net, first, epochs=20, **options)
+    old = ewc.consolidate(net, first, likelihood="gaussian", probe=64)
+    ewc.finetune(net, second, epochs=20, **options)
+    with pytest.raises(UsageError, match="regressions have no answers"):
+        ewc.mend(net, second, anchors=old, retain=0.9)
+    done = ewc.mend(net, second, anchors=old)
+    assert done.taken.name == "10 to 1"
+    assert done.taken.kept == -done.taken.retention[0].divergence
 
 
 def test_weights_alone_take_an_architecture(forgot, old, tmp_path):
