@@ -78,17 +78,20 @@ def _drawn(
         "use_cache": True,
     }
     for start in range(0, asked.count, _AT_ONCE):
-        batch = [begins[n % len(begins)] for n in range(start, min(asked.count, start + _AT_ONCE))]
-        # Filled up on the left, behind which each goes on.
-        widest = max(map(len, batch))
-        ids = torch.tensor([[begin] * (widest - len(row)) + row for row in batch], device=device)
-        mask = torch.tensor([[0] * (widest - len(row)) + [1] * len(row) for row in batch], device=device)
-        most = widest + length if asked.prompts else length
-        with _generating(model, {**plain, "max_length": min(most, longest or most)}):
-            rows: Tensor = model.generate(ids, attention_mask=mask)
-        for first, row in zip(batch, rows.tolist(), strict=True):
-            made = row[widest : widest + length]
-            yield first + made[: made.index(end) + 1 if end in made else len(made)]
+        together = [begins[n % len(begins)] for n in range(start, min(asked.count, start + _AT_ONCE))]
+        most = max(map(len, together)) + length if asked.prompts else length
+        # Where one of them leaves less room, the others would get no more.
+        for batch in [together] if longest is None or most <= longest else [[row] for row in together]:
+            # Filled up on the left, behind which each goes on.
+            widest = max(map(len, batch))
+            ids = torch.tensor([[begin] * (widest - len(row)) + row for row in batch], device=device)
+            mask = torch.tensor([[0] * (widest - len(row)) + [1] * len(row) for row in batch], device=device)
+            most = widest + length if asked.prompts else length
+            with _generating(model, {**plain, "max_length": min(most, longest or most)}):
+                rows: Tensor = model.generate(ids, attention_mask=mask)
+            for first, row in zip(batch, rows.tolist(), strict=True):
+                made = row[widest : widest + length]
+                yield first + made[: made.index(end) + 1 if end in made else len(made)]
 
 
 def _begin(model: Any, tokenizer: Any, name: str) -> int:

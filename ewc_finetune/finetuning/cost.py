@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ewc_finetune.data.domain import Domain
+from ewc_finetune.data.texts import Generated
 from ewc_finetune.evaluation.bound_domain import BoundDomain
 from ewc_finetune.evaluation.cost import TRIED, Estimate, first_batches, watched_memory
 from ewc_finetune.evaluation.score import score
@@ -22,7 +24,7 @@ from ewc_finetune.finetuning.record import findings
 from ewc_finetune.finetuning.search_runs import trials_cost
 from ewc_finetune.finetuning.trainer import Trainer, count_steps
 from ewc_finetune.modules.precision import float32_weights
-from ewc_finetune.progress import Silent
+from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.storage.atomic import beside
 
 
@@ -34,10 +36,19 @@ def cost(todo: Plan) -> Estimate:
     """
     files = [] if todo.output is None else [*written_as(todo.start, todo.output), beside(todo.output, ".run")]
     identities = todo.identify()  # of the model as it is, before it is given another head
+    todo = replace(todo, rehearsed=[_few_generated(domain, todo.options.progress) for domain in todo.rehearsed])
     with ready(todo, todo.strengths, todo.options.progress) as job:
         return replace(
             _tried(todo, job), files=tuple(files), found=findings(todo, job, identities, todo.strengths, None)
         )
+
+
+def _few_generated(domain: Domain | None, progress: Progress) -> Domain | None:
+    """Return the same data, of which few samples are generated."""
+    if domain is None or not isinstance(domain.samples, Generated) or domain.samples.count <= TRIED:
+        return domain
+    progress.note(f"{TRIED} of the {domain.samples.count:,} samples of {domain.name} are generated to try it")
+    return replace(domain, samples=replace(domain.samples, count=TRIED))
 
 
 def _tried(todo: Plan, job: Job) -> Estimate:

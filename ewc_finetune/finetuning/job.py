@@ -24,9 +24,10 @@ from ewc_finetune.finetuning.notes import say
 from ewc_finetune.finetuning.plan import Plan
 from ewc_finetune.modules.devices import on_device, random_state_kept
 from ewc_finetune.modules.heads import find_head
+from ewc_finetune.modules.modes import normalisation_layers
 from ewc_finetune.penalty.penalty import Penalty
 from ewc_finetune.progress import Progress, Silent
-from ewc_finetune.rehearsal.held_out import with_held_out
+from ewc_finetune.rehearsal.held_out import measured as left_to_measure
 from ewc_finetune.rehearsal.options import PROBES
 from ewc_finetune.rehearsal.rehearsal import Rehearsal
 from ewc_finetune.specs.patterns import matching
@@ -129,7 +130,7 @@ def _matched(plan: Plan, strengths: Sequence[float], undoing: contextlib.ExitSta
     if rehearsal is not None:
         measured = rehearsal.measured
     elif plan.rehearsed:
-        measured = [with_held_out(anchor) for anchor in anchors]
+        measured = left_to_measure(anchors, probes_rehearsed=True)
         progress.note(
             "nothing is rehearsed; what is kept is measured by those inputs of the probes that rehearsal leaves out"
         )
@@ -151,6 +152,12 @@ def _rehearsal(plan: Plan, start: LoadedModel, progress: Progress) -> Rehearsal 
         likelihood=plan.likelihood,
         seed=options.seed,
     )
+    least = min(rehearsal.each, *(memory.probe.samples for memory in rehearsal.memories))
+    if plan.schedule.norm_stats == "update" and least < 2 and normalisation_layers(start.model):
+        raise UsageError(
+            "--norm-stats update takes the statistics of each batch, and a step would rehearse one sample of a source, "
+            "which has none; use a larger --rehearse-batch, or leave the statistics frozen"
+        )
     for memory in rehearsal.memories:
         progress.note(str(memory))
     return rehearsal

@@ -175,15 +175,15 @@ def _strengths(options: FinetuneOptions, given: int, anchors: Sequence[Anchor]) 
 def _rehearsed(options: FinetuneOptions, anchors: Sequence[Anchor]) -> list[Domain | None]:
     """Return the data of each source to rehearse; None for the probes of the anchors."""
     options.check_rehearsal()
-    if options.head == "new" and options.rehearse and not options.anchors:
+    if options.head == "new" and options.sources and not options.anchors:
         raise UsageError("with --head new the old head answers what is rehearsed; name --anchors, which keep it")
-    if options.rehearses and any(_same_data(source, options.data) for source in options.rehearse):
+    if options.rehearses and any(_same_data(source, options.data) for source in options.sources):
         options.progress.note(
             "the new data is rehearsed too: the old model's answers to it are to stay, which holds learning back "
             "(learning without forgetting). Rehearse data that is like the old, where there is any"
         )
     # Of what is not rehearsed only the probes have a part in the run: it is measured by them.
-    sources = [one for one in options.rehearse if options.rehearses or (isinstance(one, str) and one == PROBES)]
+    sources = [one for one in options.sources if options.rehearses or (isinstance(one, str) and one == PROBES)]
     return resolve_sources(sources, anchors, options.data_dir)
 
 

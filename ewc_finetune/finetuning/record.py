@@ -58,6 +58,7 @@ def _rehearsed(plan: Plan, job: Job) -> list[dict[str, Any]]:
             "samples": 0,
             "variations": 0,
             "held_out": held_out(probe, anchor.label),
+            "left_out": 0,
         }
         for anchor in (plan.anchors if plan.rehearsed else ())
         for probe in anchor.probes

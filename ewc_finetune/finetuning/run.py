@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,10 @@ def run(todo: Plan) -> Finetuned:
         if todo.output is not None:
             identities = todo.identify()
             folder = closing.enter_context(_under_way(todo, todo.output, identities))
-            todo = _keeping_generated(todo, folder)
+            todo = _keeping_generated(todo, folder.generated)
+        elif options.lambdas == "auto":  # all its runs read what is generated once
+            kept = closing.enter_context(tempfile.TemporaryDirectory())
+            todo = _keeping_generated(todo, lambda number: Path(kept) / f"{number}.json")
         search, strengths = None, todo.strengths
         if options.lambdas == "auto":
             search = search_by_trials(todo, _short_run, folder)
@@ -241,10 +245,10 @@ def _folder(todo: Plan, output: Path, identities: Mapping[str, Any]) -> RunFolde
     return folder
 
 
-def _keeping_generated(todo: Plan, folder: RunFolder) -> Plan:
-    """Have what is generated to be rehearsed kept in the run folder, which reads it when the run goes on."""
+def _keeping_generated(todo: Plan, path: Callable[[int], Path]) -> Plan:
+    """Have what is generated to be rehearsed kept at a path for each source, by its number, and read if it is there."""
     rehearsed = [
-        replace(domain, samples=replace(domain.samples, kept=folder.generated(number)))
+        replace(domain, samples=replace(domain.samples, kept=path(number)))
         if domain is not None and isinstance(domain.samples, Generated)
         else domain
         for number, domain in enumerate(todo.rehearsed, 1)

@@ -50,7 +50,8 @@ def search_by_trials(
         if made is None:
             model = copy.deepcopy(short.model) if isinstance(short.model, nn.Module) else short.model
             lambdas = [0.0 if strength is None else strength * ratio for ratio in plan.strengths]
-            done = finetune(replace(short, model=model, lambdas=lambdas))
+            weight = 0.0 if strength is None else short.rehearse_weight  # a plain run is one without any help
+            done = finetune(replace(short, model=model, lambdas=lambdas, rehearse_weight=weight))
             made = _trial(plan, strength, done)
             remembered.append(made)
             if folder is not None:

@@ -6,14 +6,16 @@ any other. It is never more than that over the whole vocabulary (by the log sum 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from ewc_finetune.likelihood.categorical import PerToken
 from ewc_finetune.modules.precision import wide
 
-# A probability is at least this, so that its logarithm is finite.
-_LEAST = 1e-12
+# The logarithm of a probability is at least this, so that it is finite where there are no others.
+_LEAST = -1e4
 
 
 class TopAnswers(PerToken):
@@ -33,14 +35,15 @@ class TopAnswers(PerToken):
 
     def answers(self, outputs: Tensor) -> Tensor:
         """Return classes and log p of the k likeliest, and log p of any other."""
-        likeliest = outputs.log_softmax(dim=-1).topk(min(self.k, outputs.shape[-1]))
+        log_p = outputs.log_softmax(dim=-1)
+        likeliest = log_p.topk(min(self.k, outputs.shape[-1]))
         classes = torch.cat([likeliest.indices, likeliest.indices.new_full((len(outputs), 1), -1)], dim=-1)
-        return torch.stack([classes.to(outputs), _with_others(likeliest.values)], dim=-1)
+        return torch.stack([classes.to(outputs), _with_others(log_p, likeliest.indices)], dim=-1)
 
     def divergence(self, answers: Tensor, outputs: Tensor) -> Tensor:
         """`sum_y p (log p - log q)` over the classes that are kept, and the others as one."""
         classes, p = answers[:, :-1, 0].long(), answers[..., 1]
-        q = _with_others(wide(outputs).log_softmax(dim=-1).gather(-1, classes))
+        q = _with_others(wide(outputs).log_softmax(dim=-1), classes)
         return (p.exp() * (p - q)).sum(dim=-1).clamp(min=0)
 
     def unchanged(self, answers: Tensor, outputs: Tensor) -> Tensor:
@@ -52,7 +55,7 @@ class TopAnswers(PerToken):
         return outputs.ndim == 2 and bool((answers[..., 0] < outputs.shape[1]).all())
 
 
-def _with_others(log_p: Tensor) -> Tensor:
-    """Put behind log p of some classes that of all others together."""
-    others = (1 - log_p.exp().sum(dim=-1, keepdim=True)).clamp(min=_LEAST).log()
-    return torch.cat([log_p, others], dim=-1)
+def _with_others(log_p: Tensor, classes: Tensor) -> Tensor:
+    """Return log p of some classes, and behind it that of all others together: their sum, for `1 - p` would cancel."""
+    others = log_p.scatter(-1, classes, -math.inf).logsumexp(dim=-1, keepdim=True).clamp(min=_LEAST)
+    return torch.cat([log_p.gather(-1, classes), others], dim=-1)

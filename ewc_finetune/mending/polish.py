@@ -20,13 +20,13 @@ from ewc_finetune.finetuning.schedule import Schedule
 from ewc_finetune.mending.options import MendOptions
 from ewc_finetune.modules.batch import Batch
 from ewc_finetune.progress import OnlyBars, Silent
-from ewc_finetune.rehearsal.held_out import with_held_out
-from ewc_finetune.rehearsal.options import PROBES
+from ewc_finetune.rehearsal.held_out import measured as left_to_measure
+from ewc_finetune.rehearsal.options import PROBES, Rehearsing
 
 
 def rehearsed(options: MendOptions) -> list[object]:
     """Return what is rehearsed: the old anchors' probes unless it is said."""
-    return list(options.rehearse) or [PROBES]
+    return Rehearsing(rehearse=options.rehearse).sources or [PROBES]
 
 
 def measured(options: MendOptions, old: Sequence[Anchor]) -> list[Anchor]:
@@ -36,7 +36,7 @@ def measured(options: MendOptions, old: Sequence[Anchor]) -> list[Anchor]:
         UsageError: if a probe is too small for both.
     """
     asks = options.polish is not None and any(isinstance(one, str) and one == PROBES for one in rehearsed(options))
-    return [with_held_out(anchor) for anchor in old] if asks else list(old)
+    return left_to_measure(old, asks)
 
 
 def plan_polish(options: MendOptions, loaded: LoadedModel, old: Sequence[Anchor], domain: Domain) -> Plan | None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.anchor.probe_tensors import Probe
 from ewc_finetune.errors import UsageError, counted
+from ewc_finetune.modules.batch import Inputs, count, named
 
 # The inputs that are left are this part of all,
 _PART = 4
@@ -31,6 +35,36 @@ def held_out(probe: Probe, where: str) -> list[int]:
         )
     order = torch.randperm(probe.samples, generator=torch.Generator().manual_seed(probe.seed))
     return sorted(order[: max(_LEAST, probe.samples // _PART)].tolist())
+
+
+def measured(anchors: Sequence[Anchor], probes_rehearsed: bool) -> list[Anchor]:
+    """Return the anchors with what is measured of their probes: all, or where they are rehearsed, what is held out.
+
+    Raises:
+        UsageError: if too few would be left to rehearse.
+    """
+    return [with_held_out(anchor) for anchor in anchors] if probes_rehearsed else list(anchors)
+
+
+def keys_of(inputs: Inputs) -> list[bytes]:
+    """Return a digest of each input, the same for the same values; what only fills up a text has no part in it."""
+    tensors = named(inputs)
+    mask = tensors.get("attention_mask")
+
+    def key(n: int) -> bytes:
+        digest = hashlib.blake2b(digest_size=16)
+        for name, tensor in sorted(tensors.items()):
+            filled = mask is not None and tensor.shape[:2] == mask.shape
+            row = tensor[n][mask[n].bool()] if filled and mask is not None else tensor[n : n + 1]
+            digest.update(f"{name} {tensor.dtype} {tuple(row.shape)}".encode())
+            digest.update(_bytes_of(row))
+        return digest.digest()
+
+    return [key(n) for n in range(count(inputs))]
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def with_held_out(anchor: Anchor) -> Anchor:

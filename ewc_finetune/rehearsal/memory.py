@@ -31,6 +31,7 @@ class Memory:
         held_out: The numbers of the anchor's inputs that are not among these, for they are measured with.
         given: How many of the inputs are as they were given.
         size: How many there were to take them from, where that is known.
+        left_out: How many were left out, for they are among those that are measured with.
     """
 
     teacher: str
@@ -40,6 +41,7 @@ class Memory:
     held_out: tuple[int, ...] = ()
     given: int = 0
     size: int | None = None
+    left_out: int = 0
 
     @property
     def variations(self) -> int:
@@ -58,6 +60,7 @@ class Memory:
             "samples": self.given,
             "variations": self.variations,
             "held_out": list(self.held_out),
+            "left_out": self.left_out,
         }
 
     def __str__(self) -> str:
@@ -68,6 +71,8 @@ class Memory:
         if self.held_out:
             coarse = ": too few to tell small losses" if len(self.held_out) + self.given < COARSE else ""
             text += f"; what is kept is measured by the other {len(self.held_out)}{coarse}"
+        if self.left_out:
+            text += f"; {self.left_out:,} are left out, for what is kept is measured by them"
         return text
 
     def divergence(self, model: nn.Module, samples: Tensor, forward: nn.Module | None = None) -> Tensor:

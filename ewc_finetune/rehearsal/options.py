@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -18,7 +17,7 @@ PROBES = "probes"
 class Rehearsing:
     """What is rehearsed, and how much; see `Rehearsal`."""
 
-    rehearse: Sequence[Any] = option(
+    rehearse: Any = option(
         (),
         "Rehearse old inputs beside the new data, towards the old model's own answers: probes (those in the anchors), "
         "or data that is like the old (labels are not looked at); repeatable.",
@@ -36,9 +35,8 @@ class Rehearsing:
         setting="method",
     )
     rehearse_batch: int | None = option(
-        None, "Rehearsed samples a step.", least=1, unless="as many as new ones", setting="method"
+        None, "Rehearsed samples a step.", least=1, unless="--batch-size", setting="method"
     )
-
     rehearse_variations: bool = option(
         True,
         "Rehearse what is made of the inputs too: images moved and turned a little, and mixtures of two, "
@@ -49,7 +47,14 @@ class Rehearsing:
     @property
     def rehearses(self) -> bool:
         """Whether anything is rehearsed."""
-        return bool(self.rehearse) and self.rehearse_weight > 0
+        return bool(self.sources) and self.rehearse_weight > 0
+
+    @property
+    def sources(self) -> list[Any]:
+        """What is rehearsed, the probes once at most; one source may stand alone."""
+        given = list(self.rehearse) if isinstance(self.rehearse, (list, tuple)) else [self.rehearse]
+        first = next((n for n, one in enumerate(given) if _is_probes(one)), None)
+        return [one for n, one in enumerate(given) if n == first or not _is_probes(one)]
 
     def check_rehearsal(self) -> None:
         """Check what no declaration says.
@@ -59,6 +64,10 @@ class Rehearsing:
         """
         if not is_number(self.rehearse_weight) or self.rehearse_weight < 0:
             raise UsageError(f"rehearse weight is {self.rehearse_weight}; expected a finite number, at least 0")
-        for source in self.rehearse:
+        for source in self.sources:
             if isinstance(source, str) and source != PROBES and get_close_matches(source.lower(), [PROBES], 1, 0.8):
                 raise UsageError(f"{source!r} is nothing to rehearse. Did you mean {PROBES!r} (those in the anchors)?")
+
+
+def _is_probes(source: object) -> bool:
+    return isinstance(source, str) and source == PROBES

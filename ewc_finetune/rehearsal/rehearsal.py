@@ -16,12 +16,15 @@ from torch import Tensor, nn
 
 from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.checkpoint.open import LoadedModel, open_model
+from ewc_finetune.errors import UsageError
 from ewc_finetune.evaluation.presenting import informed
 from ewc_finetune.likelihood.base import Likelihood
 from ewc_finetune.likelihood.registry import get_likelihood
+from ewc_finetune.rehearsal.held_out import measured
 from ewc_finetune.rehearsal.memory import Memory, Order
-from ewc_finetune.rehearsal.options import PROBES
+from ewc_finetune.rehearsal.options import PROBES, Rehearsing
 from ewc_finetune.rehearsal.sources import Teachers, resolve_sources
+from ewc_finetune.specs.options import check_declared
 
 
 class Rehearsal:
@@ -34,8 +37,9 @@ class Rehearsal:
         model: The model, before it is trained, on its device.
         anchors: One anchor or several, or their files, oldest first; each answers the inputs in its own probes, and the
             newest those of data. Without any, the model as it is answers.
-        sources: `probes` (those in the anchors, but for the quarter of each that is measured with), data specs,
-            datasets or loaders, of which labels are not looked at. Each has the same part of a batch.
+        sources: `probes` (those in the anchors, but for the quarter of each that is measured with), a data spec,
+            dataset or loader, of which labels are not looked at, or several of these. Each has the same part of a
+            batch, one input at the least.
         weight: What all rehearsed samples of a step count together, beside 1 for the new ones.
         batch_size: Inputs a step.
         variations: Whether inputs are rehearsed too that are made of these: images moved and turned, mixtures of two,
@@ -48,7 +52,8 @@ class Rehearsal:
         measured: The anchors, with what is not rehearsed of their probes: what is kept may be measured by that.
 
     Raises:
-        UsageError: if the anchors have no probe, or one that is too small for both.
+        UsageError: if the anchors have no probe, or one that is too small for both; if there is nothing to rehearse, or
+            the weight or batch size is none.
         AnchorMismatchError: if a probe does not go into the model, or an anchor cannot teach it.
         DataError: if data does not go into the model.
     """
@@ -57,7 +62,7 @@ class Rehearsal:
         self,
         model: nn.Module | LoadedModel,
         anchors: Anchor | str | Path | Sequence[Anchor | str | Path] = (),
-        sources: Sequence[Any] = (PROBES,),
+        sources: Any = PROBES,
         *,
         weight: float = 1.0,
         batch_size: int = 64,
@@ -65,25 +70,34 @@ class Rehearsal:
         likelihood: Likelihood | str | None = None,
         seed: int = 0,
     ) -> None:
+        asked = Rehearsing(rehearse=sources, rehearse_weight=weight, rehearse_batch=batch_size)
+        check_declared(asked)
+        asked.check_rehearsal()
         given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
         opened = [anchor if isinstance(anchor, Anchor) else Anchor.open(anchor) for anchor in given]
         if not isinstance(likelihood, Likelihood):
             known = opened[-1].provenance.likelihood if opened else "categorical"
             likelihood = get_likelihood(likelihood or known)
         loaded = informed(open_model(model), opened) if isinstance(model, nn.Module) else model
-        teachers = Teachers(loaded, opened, variations)
+        if not asked.sources:
+            raise UsageError(f"there is nothing to rehearse: no source is named; {PROBES!r} are those in the anchors")
+        domains = resolve_sources(asked.sources, opened)
         self.model, self.weight, self.batch_size = loaded.model, weight, batch_size
+        self.measured = measured(opened, None in domains)
+        teachers = Teachers(loaded, opened, self.measured, variations)
         self.memories: list[Memory] = []
-        self.measured: list[Anchor] = opened
-        for domain in resolve_sources(sources, opened):
+        for domain in domains:
             if domain is None:
-                parts = [teachers.probes(anchor) for anchor in opened]
-                self.memories += [memory for memories, _ in parts for memory in memories]
-                self.measured = [anchor for _, anchor in parts]
+                self.memories += [memory for anchor in opened for memory in teachers.probes(anchor)]
             else:
                 self.memories.append(teachers.data(domain, likelihood, seed))
         self._generator = torch.Generator().manual_seed(seed)
         self._orders = [Order(memory.probe.samples, self._generator) for memory in self.memories]
+
+    @property
+    def each(self) -> int:
+        """How many inputs of each source a step takes, where it has as many."""
+        return max(1, round(self.batch_size / len(self.memories)))
 
     def loss(self, forward: nn.Module | None = None) -> Tensor:
         """Draw the next inputs, and return what is to be added to the loss, a scalar to differentiate.
@@ -91,9 +105,8 @@ class Rehearsal:
         Args:
             forward: What to call instead of the model, where it is compiled or wrapped.
         """
-        each = max(1, round(self.batch_size / len(self.memories)))
         parts = [
-            memory.divergence(self.model, order.draw(each), forward)
+            memory.divergence(self.model, order.draw(self.each), forward)
             for memory, order in zip(self.memories, self._orders, strict=True)
         ]
         return self.weight * (parts[0] if len(parts) == 1 else torch.stack(parts).mean())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,19 @@ from ewc_finetune.likelihood.base import Likelihood
 from ewc_finetune.likelihood.categorical import PerToken
 from ewc_finetune.likelihood.registry import get_likelihood
 from ewc_finetune.likelihood.top_answers import TopAnswers
+from ewc_finetune.modules.batch import tensors
 from ewc_finetune.modules.heads import head_in_place
 from ewc_finetune.progress import Silent
-from ewc_finetune.rehearsal.held_out import held_out, with_held_out
+from ewc_finetune.rehearsal.held_out import held_out, keys_of
 from ewc_finetune.rehearsal.memory import Memory
 from ewc_finetune.rehearsal.options import PROBES
 from ewc_finetune.rehearsal.teacher import as_anchored
 from ewc_finetune.rehearsal.variations import varied
 
-# Of larger data so many inputs are kept in memory.
+# Of larger data so many inputs are kept in memory,
 _MOST_KEPT = 10_000
+# or as many as take so many bytes.
+_BYTES_KEPT = 1 << 30
 # Of vocabularies above four times this only so many answers are kept, the likeliest ones.
 _TOP = 64
 
@@ -71,11 +75,13 @@ class Teachers:
         loaded: The model that is to be trained, on its device, with the head that it is trained with.
         anchors: Oldest first. Each answers the inputs in its own probes; data is answered by the newest, or without any
             by the model as it is.
+        measured: The anchors with what is measured of their probes, which is never rehearsed, wherever it comes from.
         varied: Whether variations of the inputs are rehearsed too, where there can be any.
     """
 
     loaded: LoadedModel
     anchors: Sequence[Anchor]
+    measured: Sequence[Anchor]
     varied: bool = True
 
     @property
@@ -92,17 +98,35 @@ class Teachers:
         """Return the last layer that answers for an anchor, where it is another than the model's."""
         return head_of(anchor, self.model) if foreign_head(anchor, self.loaded.metadata.head) else None
 
-    def probes(self, anchor: Anchor) -> tuple[list[Memory], Anchor]:
-        """Return what is rehearsed of an anchor's probes, and the anchor with what is measured of them.
+    @cached_property
+    def _measured(self) -> frozenset[bytes]:
+        return frozenset(key for anchor in self.measured for probe in anchor.probes for key in keys_of(probe.inputs))
+
+    def _unmeasured(self, probe: Probe) -> Probe:
+        """Return a probe without the inputs that are measured with.
 
         Raises:
-            UsageError: if a probe is too small for both.
+            UsageError: if none is left.
+        """
+        left = [n for n, key in enumerate(keys_of(probe.inputs)) if key not in self._measured]
+        if not left:
+            raise UsageError(
+                f"nothing of {probe.data} can be rehearsed: all of it is in the probes that what is kept is measured "
+                f"by. Rehearse {PROBES!r}, of which a part is left to measure with, or other data"
+            )
+        return probe if len(left) == probe.samples else probe.subset(left)
+
+    def probes(self, anchor: Anchor) -> list[Memory]:
+        """Return what is rehearsed of an anchor's probes.
+
+        Raises:
+            UsageError: if a probe is too small to be measured with too.
             AnchorMismatchError: if a probe does not go into the model.
         """
         memories = []
         for probe in anchor.probes:
             left = held_out(probe, anchor.label)
-            ours = probe.subset(sorted(set(range(probe.samples)) - set(left)))
+            ours = self._unmeasured(probe.subset(sorted(set(range(probe.samples)) - set(left))))
             plain, layer = get_likelihood(probe.likelihood), self.layer(anchor)
             likelihood = plain if probe.active is None else Active(plain, probe.active)
             with contextlib.nullcontext() if layer is None else head_in_place(self.model, layer):
@@ -112,9 +136,18 @@ class Teachers:
                 with as_anchored(self.model, anchor):
                     more = self._variations(ours, likelihood)
             memories.append(
-                Memory(anchor.label, _joined(ours, more), likelihood, layer, tuple(left), ours.samples, probe.samples)
+                Memory(
+                    anchor.label,
+                    _joined(ours, more),
+                    likelihood,
+                    layer,
+                    held_out=tuple(left),
+                    given=ours.samples,
+                    size=probe.samples,
+                    left_out=probe.samples - len(left) - ours.samples,
+                )
             )
-        return memories, with_held_out(anchor)
+        return memories
 
     def data(self, domain: Domain, likelihood: Likelihood, seed: int) -> Memory:
         """Return what is rehearsed of data, of which labels are not looked at.
@@ -127,14 +160,17 @@ class Teachers:
         Raises:
             AnchorMismatchError: if the anchor cannot teach the model.
             DataError: if the data does not go into the model.
+            UsageError: if all of it is measured with.
         """
         anchor = self.anchors[-1] if self.anchors else None
         with contextlib.nullcontext() if anchor is None else as_anchored(self.model, anchor):
             asked = replace(presented(domain, self.loaded, Silent()), labels=None)
             bound = bind(self.loaded, asked, likelihood, self.device, Silent())
             if likelihood.name == PerToken.name and bound.outputs[-1] > 4 * _TOP:
-                bound = replace(bound, likelihood=TopAnswers(_TOP))
-            probe = take_probe(self.model, bound, min(domain.size or _MOST_KEPT, _MOST_KEPT), seed, self.device)
+                top = TopAnswers(_TOP)
+                bound = replace(bound, likelihood=top if domain.active is None else Active(top, domain.active))
+            taken = take_probe(self.model, bound, _fitting(bound.domain), seed, self.device)
+            probe = self._unmeasured(taken)
             more = self._variations(probe, bound.likelihood)
         return Memory(
             "the model as it was" if anchor is None else anchor.label,
@@ -143,6 +179,7 @@ class Teachers:
             None if anchor is None else self.layer(anchor),
             given=probe.samples,
             size=domain.size,
+            left_out=taken.samples - probe.samples,
         )
 
     def _variations(self, probe: Probe, likelihood: Likelihood) -> Probe | None:
@@ -150,11 +187,17 @@ class Teachers:
         if not self.varied or probe.counted is not None:
             return None
         spec, generator = InputSpec.read(probe.layout), torch.Generator().manual_seed(probe.seed)
-        inputs = varied(probe.inputs, spec, generator)
+        inputs = varied(probe.inputs, spec, generator, probe.outputs[0].nbytes)
         if inputs is None:
             return None
         domain = Domain(probe.data, TensorDataset(inputs), active=probe.active)
         return take_probe(self.model, BoundDomain(domain, spec, likelihood, ()), len(inputs), 0, self.device)
+
+
+def _fitting(domain: Domain) -> int:
+    """Return how many inputs of a domain are kept."""
+    size = sum(tensor.nbytes for tensor in tensors(domain.first()))
+    return max(1, min(domain.size or _MOST_KEPT, _MOST_KEPT, _BYTES_KEPT // max(1, size)))
 
 
 def _joined(probe: Probe, more: Probe | None) -> Probe:

@@ -16,7 +16,7 @@ from ewc_finetune.modules.batch import Inputs
 
 # So many are made of a probe,
 _MOST = 16_384
-# or as many as take so many bytes.
+# or as many as take so many bytes, with the answers to them.
 _BYTES = 256 << 20
 # Images are turned by up to so many radians,
 _TURN = 0.25
@@ -30,7 +30,7 @@ _CHUNK = 256
 _CHUNK_BYTES = 64 << 20
 
 
-def varied(inputs: Inputs, spec: InputSpec, generator: torch.Generator) -> Tensor | None:
+def varied(inputs: Inputs, spec: InputSpec, generator: torch.Generator, answer: int = 0) -> Tensor | None:
     """Return inputs that are like those given, as many as are worth their memory; None of what cannot be varied.
 
     Half of what is made of images are images that are moved, turned and stretched a little; the other half, and all
@@ -41,10 +41,11 @@ def varied(inputs: Inputs, spec: InputSpec, generator: torch.Generator) -> Tenso
         inputs: Samples as the data has them.
         spec: How they go into the model.
         generator: What draws, on the CPU.
+        answer: How many bytes an answer takes, which count with the input's.
     """
     if not isinstance(inputs, Tensor) or not (inputs.is_floating_point() or spec.bytes_to_unit) or len(inputs) < 2:
         return None
-    made = inputs.new_empty(min(_MOST, _BYTES // max(1, inputs[0].nbytes)), *inputs.shape[1:])
+    made = inputs.new_empty(min(_MOST, _BYTES // max(1, inputs[0].nbytes + answer)), *inputs.shape[1:])
     images = inputs.ndim == 4 and min(inputs.shape[-2:]) * _SHIFT >= 1
     chunk = max(1, min(_CHUNK, _CHUNK_BYTES // (4 * max(1, inputs[0].numel()))))
     for number, part in enumerate(torch.split(made, chunk)):

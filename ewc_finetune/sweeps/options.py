@@ -119,7 +119,7 @@ class SweepOptions(Computing, Adapting, Schedule, Rehearsing, Grid, Starting, To
         """
         parts = (Told, Starting, Schedule, Rehearsing, Adapting, Computing)
         shared = {one.name: getattr(self, one.name) for part in parts for one in fields(part)}
-        if self.rehearse and point.plain:
+        if self.sources and point.plain:
             # What the others are compared with rehearses nothing, and is measured by the same inputs as they are.
             shared["rehearse_weight"] = 0.0
         return FinetuneOptions(**{**shared, **point.options, **own})

@@ -171,6 +171,34 @@ def test_short_runs_read_what_was_generated(folder, tmp_path, monkeypatch):
         epochs=1, eval_on=[], output=tmp_path / "out",
     )  # fmt: skip
     assert len(made) == 1
+    ewc.finetune(
+        folder, f"text:{tmp_path / 'many.txt'}", anchors=anchor, lambdas="auto", epochs=1, eval_on=[],
+        rehearse="generate:5?length=6",
+    )  # fmt: skip
+    assert len(made) == 2
+
+
+def test_a_short_request_is_answered_in_full_beside_a_long_one(folder, tmp_path, monkeypatch):
+    """Where the model takes no more, the long one's answer alone is cut."""
+    short, long = tmp_path / "short.txt", tmp_path / "both.txt"
+    short.write_text("w4\n")
+    long.write_text("w4\n" + " ".join(["w1"] * 20) + "\n")
+    loaded = open_model(folder)
+    longest = len(tokenizer()(" ".join(["w1"] * 20))["input_ids"]) + 4
+    asked = load_domain(f"generate:12?prompts={long}&length=12", "train").samples
+    made = generation.generate(loaded.model, tokenizer(), asked, 12, longest, "both")
+    lengths = [len(ids) - given for ids, given in made.samples]
+    assert max(lengths[1::2]) <= 4
+    assert max(lengths[::2]) > 4
+
+
+def test_a_dry_run_generates_a_few(folder, tmp_path, monkeypatch):
+    (tmp_path / "many.txt").write_text("\n".join(["w1 w2 w3 w4", "w5 w6"] * 10))
+    drawn, made = generation._drawn, []
+    monkeypatch.setattr(generation, "_drawn", lambda *given: made.append(given[2].count) or drawn(*given))
+    options = {"rehearse": "generate:5000?length=6", "epochs": 1, "eval_on": []}
+    ewc.dry_run(ewc.finetune, folder, f"text:{tmp_path / 'many.txt'}", **options)
+    assert made == [3]
 
 
 DAMAGE = {

@@ -17,16 +17,19 @@ from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
 from ewc_finetune.anchor.probe_tensors import Probe
+from ewc_finetune.data.input_spec import InputSpec
 from ewc_finetune.errors import AnchorMismatchError, DataError, UsageError
 from ewc_finetune.evaluation.probe import measure
 from ewc_finetune.likelihood.active import Active
 from ewc_finetune.likelihood.categorical import PerToken
 from ewc_finetune.likelihood.registry import get_likelihood
 from ewc_finetune.likelihood.top_answers import TopAnswers
-from ewc_finetune.rehearsal.held_out import held_out
+from ewc_finetune.rehearsal import sources
+from ewc_finetune.rehearsal.held_out import held_out, keys_of
 from ewc_finetune.rehearsal.memory import Memory, Order
 from ewc_finetune.rehearsal.rehearsal import Rehearsal
 from ewc_finetune.rehearsal.teacher import as_anchored
+from ewc_finetune.rehearsal.variations import varied
 
 # Elsewhere than the old domain, and numbered otherwise: to learn it is to forget the old one, though it need not be.
 _INPUTS, _LABELS = blobs(shift=8.0, seed=1).tensors
@@ -140,6 +143,20 @@ def test_top_answers_are_a_coarser_view(classes, k, seed):
     assert (top.unchanged(top.answers(old), old) == 1).all()
 
 
+def test_a_model_that_is_sure_of_the_top_answers_is_pulled_to_the_others():
+    """As far as it is wrong, to the last digit: of one minus what is nearly one nothing would be left."""
+    outputs = torch.cat([torch.full((1, 4), 60.0), torch.zeros(1, 36)], dim=1).requires_grad_()
+    top = TopAnswers(4)
+    answers = top.answers(torch.cat([torch.full((1, 4), 1e-6), torch.zeros(1, 36)], dim=1))
+    loss = top.divergence(answers, outputs).sum()
+    loss.backward()
+    p, q = [0.1, 0.9], softmax([60.0 + math.log(4), math.log(36)])
+    q[1] = math.exp(math.log(36) - 60 - math.log(4))
+    assert loss.item() == pytest.approx(divergence(p, q), rel=1e-5)
+    assert outputs.grad[0, :4].sum().item() == pytest.approx(0.9, rel=1e-5)
+    assert outputs.grad[0, 4:].sum().item() == pytest.approx(-0.9, rel=1e-5)
+
+
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 9))
 def test_all_are_drawn_before_any_comes_again(size, n, seed):
     order = Order(size, torch.Generator().manual_seed(seed))
@@ -201,9 +218,8 @@ def test_the_teacher_is_the_anchor_wherever_the_model_is(model, anchor):
     assert all(value.equal(before[name]) for name, value in moved.state_dict().items())
     rehearsal = Rehearsal(moved, anchor, [TensorDataset(inputs)], variations=False)
     (memory,) = rehearsal.memories
-    torch.testing.assert_close(
-        memory.probe.outputs.float().softmax(1), model(inputs).detach().softmax(1), rtol=2e-3, atol=2e-3
-    )
+    answers = model(memory.probe.inputs.float()).detach().softmax(1)
+    torch.testing.assert_close(memory.probe.outputs.float().softmax(1), answers, rtol=2e-3, atol=2e-3)
     assert rehearsal.loss().item() > 0
     assert Rehearsal(model, anchor, [TensorDataset(inputs)]).loss().item() == pytest.approx(0, abs=1e-4)
 
@@ -216,6 +232,72 @@ def test_a_teacher_of_another_model_is_refused(anchor):
 def finetuned(model, anchor, **options):
     common = {"epochs": 6, "lr": 1e-2, "batch_size": 20, "lambdas": 0.0, "eval_on": {"old": OLD}}
     return ewc.finetune(copy.deepcopy(model), NEW, anchors=anchor, **{**common, **options})
+
+
+def keys(anchors):
+    return {key for anchor in anchors for probe in anchor.probes for key in keys_of(probe.inputs)}
+
+
+def rehearsed_keys(rehearsal):
+    return {key for memory in rehearsal.memories for key in keys_of(memory.probe.inputs)}
+
+
+def test_what_is_measured_with_is_never_rehearsed_wherever_it_comes_from(model, anchor):
+    """Data that holds the probe, and probes that overlap."""
+    other = ewc.consolidate(model, OLD, probe=50, seed=3)
+    old = TensorDataset(OLD.tensors[0])
+    for anchors, given_sources, left_out in (
+        ([anchor], [old], [80]),
+        ([anchor], ["probes", old], [0, 20]),
+        ([anchor, other], "probes", None),
+    ):
+        rehearsal = Rehearsal(copy.deepcopy(model), anchors, given_sources)
+        assert rehearsal.measured
+        assert not keys(rehearsal.measured) & rehearsed_keys(rehearsal)
+        if left_out is not None:
+            assert [memory.left_out for memory in rehearsal.memories] == left_out
+    assert sum(memory.left_out for memory in rehearsal.memories) > 0
+    (probe,) = ewc.Anchor.load(anchor).probes
+    with pytest.raises(UsageError, match="nothing of data can be rehearsed: all of it is in the probes"):
+        Rehearsal(copy.deepcopy(model), anchor, TensorDataset(probe.inputs))
+
+
+def test_texts_are_the_same_however_they_are_filled_up():
+    ids, mask = torch.tensor([[5, 6, 0], [5, 0, 0]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    wide = keys_of({"input_ids": ids, "attention_mask": mask})
+    assert wide[0] != wide[1]
+    assert wide == keys_of({"attention_mask": mask[:, :2], "input_ids": ids[:, :2]}) == list(dict.fromkeys(wide))
+    assert wide[1] != keys_of({"input_ids": ids[1:].int(), "attention_mask": mask[1:]})[0]
+    assert keys_of(torch.tensor([0.5, 0.5, 1.0]))[0] == keys_of(torch.tensor([0.5]))[0]
+
+
+def test_a_loop_of_ones_own_is_told_what_is_wrong(model, anchor):
+    for options, message in (
+        ({"sources": []}, "there is nothing to rehearse"),
+        ({"weight": -1.0}, "rehearse weight is -1.0"),
+        ({"batch_size": 0}, "rehearse batch is 0"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            Rehearsal(model, anchor, **options)
+    assert len(Rehearsal(model, anchor, ["probes", "probes"]).memories) == 1
+
+
+def test_large_inputs_and_large_answers_are_no_more_than_fit(model, monkeypatch):
+    monkeypatch.setattr(sources, "_BYTES_KEPT", 16 * 10)
+    (memory,) = Rehearsal(copy.deepcopy(model), (), TensorDataset(OLD.tensors[0]), variations=False).memories
+    assert memory.given == 10
+    spec = InputSpec.read(LAYOUT)
+    alone, beside = (varied(torch.rand(4, 1 << 18), spec, torch.Generator(), answer) for answer in (0, 3 << 20))
+    assert (len(alone), len(beside)) == (256, 64)
+
+
+def test_a_plain_run_of_a_search_has_no_help(model, anchor):
+    options = {"rehearse": "probes", "rehearse_weight": 20.0}
+    done = finetuned(model, anchor, lambdas="auto", epochs=2, **options)
+    plain, *held = done.search.trials
+    without, *_ = finetuned(model, anchor, lambdas="auto", epochs=2).search.trials
+    assert plain.score == without.score
+    assert plain.retention[0].samples == held[0].retention[0].samples == 20
 
 
 def test_a_run_keeps_more_and_says_what_was_rehearsed(model, anchor, tmp_path):
@@ -273,6 +355,7 @@ def test_without_an_anchor_the_model_itself_teaches(model):
         ({"rehearse_weight": -1.0}, UsageError, "rehearse weight is -1.0; expected a finite number, at least 0"),
         ({"rehearse_weight": math.nan}, UsageError, "rehearse weight is nan"),
         ({"rehearse_batch": 0}, UsageError, "rehearse batch is 0"),
+        ({"rehearse_batch": 1, "norm_stats": "update"}, UsageError, "a step would rehearse one sample of a source"),
         ({"rehearse": [TensorDataset(torch.zeros(3, 7))]}, DataError, "samples have shape 7; the model takes 4"),
         ({"head": "new", "anchor": (), "rehearse": [OLD]}, UsageError, "with --head new the old head answers"),
         ({"rehearse": ["nonsense"]}, UsageError, "no data is called 'nonsense'"),
