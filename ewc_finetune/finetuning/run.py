@@ -191,7 +191,8 @@ def _train(
         observer.look_again()
     loss = training_loss(observer.history)
     if loss is not None and loss.worse:
-        progress.note(warning_of(loss, checkpoints.step, checkpoints.last, job.penalty is not None))
+        held = job.penalty is not None and job.penalty.pulls
+        progress.note(warning_of(loss, checkpoints.step, checkpoints.last, held))
     observer.check_retention(checkpoints.step)
     return steps
 

@@ -242,14 +242,15 @@ class Trainer:
         finite = losses.isfinite()
         if not finite.all():
             first = int((~finite).nonzero()[0])
+            held = self.penalty is not None and self.penalty.pulls
             raise NonFiniteError(
                 f"the loss is {losses[first].item()} at step {self.step - len(losses) + first + 1}. "
-                f"Try a lower --lr{' or a lower --lambda' if self.penalty is not None else ''}"
+                f"Try a lower --lr{' or a lower --lambda' if held else ''}"
             )
         loss = losses.mean().item()
-        held = self.penalty.value() if self.penalty is not None else 0.0
-        self.bar.advance(0, loss=loss, **({} if self.penalty is None else {"penalty": held}))
-        line = {"step": self.step, "epoch": self.epoch, "loss": loss, "penalty": held}
+        penalty = self.penalty.value() if self.penalty is not None else 0.0
+        self.bar.advance(0, loss=loss, **({} if self.penalty is None else {"penalty": penalty}))
+        line = {"step": self.step, "epoch": self.epoch, "loss": loss, "penalty": penalty}
         if self.rehearsed:
             line["rehearsed"] = torch.stack(self.rehearsed).mean().item()
         self.observer.log({**line, "lr": self.optimizer.param_groups[0]["lr"]})

