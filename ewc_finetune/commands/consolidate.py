@@ -33,7 +33,7 @@ from ewc_finetune.curvature.options import ConsolidateOptions
 from ewc_finetune.data.domain import Domain, Fingerprint
 from ewc_finetune.data.input_spec import feed
 from ewc_finetune.data.sources import resolve_domain
-from ewc_finetune.errors import Mistakes, UsageError
+from ewc_finetune.errors import Mistakes, UsageError, counted
 from ewc_finetune.evaluation.bound_domain import BoundDomain, bind
 from ewc_finetune.evaluation.chance import say_numbering, warn_at_chance
 from ewc_finetune.evaluation.cost import Estimate, estimate_consolidation
@@ -45,6 +45,7 @@ from ewc_finetune.modules.batch import Batch, count, take
 from ewc_finetune.modules.devices import choose_device, on_device, random_state_kept
 from ewc_finetune.modules.finite import cpu_copy
 from ewc_finetune.modules.modes import normalisation_layers
+from ewc_finetune.rehearsal.held_out import LEAST
 from ewc_finetune.runs.idle import CONSOLIDATE, say_idle
 from ewc_finetune.specs.options import takes
 from ewc_finetune.specs.patterns import matching
@@ -306,6 +307,10 @@ def _probes(todo: ConsolidationPlan, matched: _Matched) -> tuple[Probe, ...]:
     if probe.samples < n:
         progress.note(
             f"{domain.name} has {probe.samples:,} samples, and all are kept: fewer than the {n:,} of the probe"
+        )
+    if probe.samples < LEAST:
+        progress.note(
+            f"a probe of {counted(probe.samples, 'input')} is to measure with alone: one that is rehearsed has {LEAST}"
         )
     progress.note(f"the anchor holds {describe.probe(probe.record, probe.bytes)}: whoever has the anchor has them")
     return (probe,)

@@ -104,6 +104,14 @@ class Domain:
         except TypeError:
             return None
 
+    @property
+    def labelled(self) -> bool:
+        """Whether samples come with labels, by the first of them."""
+        if self.labels is not None:
+            return True
+        first = self.subset([0]) if self.indexable and self.size else self
+        return next((labels for _, labels in first.batches(1)), None) is not None
+
     def first(self) -> Inputs:
         """Return one input as a batch of one.
 

@@ -15,7 +15,7 @@ from ewc_finetune.anchor.lineage import distinct, lineage_of
 from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.open import LoadedModel
 from ewc_finetune.data.input_spec import InputSpec
-from ewc_finetune.errors import UsageError
+from ewc_finetune.errors import DataError, UsageError
 from ewc_finetune.evaluation.bound_domain import BoundDomain, bind
 from ewc_finetune.evaluation.chance import say_numbering
 from ewc_finetune.evaluation.presenting import presented, say_anchors
@@ -105,6 +105,10 @@ def _matched(plan: Plan, strengths: Sequence[float], undoing: contextlib.ExitSta
         say_numbering(domain, start, progress)
     known, outputs = start.metadata, None if old is None else find_head(start.model)[1].out_features
     new = bind(start, domain, plan.likelihood, plan.device, progress, outputs)
+    # Said before anything is rehearsed or scored. A loader is not asked, whose first batch would be another then.
+    with random_state_kept(plan.device):
+        if new.domain.indexable and plan.schedule.epochs and not new.domain.labelled:
+            raise DataError(f"{new.domain.name} has no labels, and fine-tuning needs them")
     say_anchors(anchors, new.input_spec, progress)
     watched = _watched(plan, start, new.input_spec, progress)
     growing = head_names(old) if old is not None and options.head == "expand" else ()

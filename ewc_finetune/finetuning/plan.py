@@ -137,7 +137,7 @@ def plan(options: FinetuneOptions, opened: LoadedModel | None = None) -> Plan:
     with mistakes.noted():
         strengths = _strengths(options, len(given), anchors)
     with mistakes.noted():
-        rehearsed = _rehearsed(options, anchors)
+        rehearsed = _rehearsed(options, anchors if len(anchors) == len(given) else None)
     if loaded:
         with mistakes.noted():
             rule = get_likelihood(_likelihood_of(options.likelihood, anchors, start), options)
@@ -172,8 +172,11 @@ def _strengths(options: FinetuneOptions, given: int, anchors: Sequence[Anchor]) 
     return spread_lambdas(lambdas, given or 1)[:given]
 
 
-def _rehearsed(options: FinetuneOptions, anchors: Sequence[Anchor]) -> list[Domain | None]:
-    """Return the data of each source to rehearse; None for the probes of the anchors."""
+def _rehearsed(options: FinetuneOptions, anchors: Sequence[Anchor] | None) -> list[Domain | None]:
+    """Return the data of each source to rehearse; None for the probes of the anchors.
+
+    `anchors` is None where one of them is not to be had, so that nothing is known of their probes.
+    """
     options.check_rehearsal()
     if options.head == "new" and options.sources and not options.anchors:
         raise UsageError("with --head new the old head answers what is rehearsed; name --anchors, which keep it")

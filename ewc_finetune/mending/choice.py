@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from ewc_finetune.errors import RetentionError
@@ -36,10 +35,7 @@ def choose(points: Sequence[Point], retain: float | None) -> tuple[int, str]:
     bend = knee([(one, other) for _, one, other in known])
     if bend is not None:
         return known[bend][0], "the knee: farthest beyond the line between the ends of the frontier"
-    if known:
-        return max(known, key=lambda of: of[1] + of[2])[0], "the best mean of what is kept and learned"
-    shares = {n: -math.inf if (kept := points[n].kept) is None else kept for n in centres}
-    return max(centres, key=shares.__getitem__), "what keeps most; nothing tells what was learned"
+    return max(known, key=lambda of: of[1] + of[2])[0], "the best mean of what is kept and learned"
 
 
 def _smallest(points: Sequence[Point], centres: Sequence[int], retain: float) -> int:

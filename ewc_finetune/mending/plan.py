@@ -20,7 +20,7 @@ from ewc_finetune.evaluation.presenting import informed
 from ewc_finetune.finetuning.aims import check_retain
 from ewc_finetune.finetuning.plan import Plan as FinetunePlan
 from ewc_finetune.mending.options import MendOptions
-from ewc_finetune.mending.polish import measured, plan_polish
+from ewc_finetune.mending.polish import has_labels, measured, plan_polish
 from ewc_finetune.modules.devices import choose_device
 from ewc_finetune.penalty.penalty import check_fit
 from ewc_finetune.reporting.plots import figure_format
@@ -115,6 +115,12 @@ def plan(options: MendOptions) -> MendPlan:
     say_idle(options, MEND, {}, progress)
     known = new if isinstance(new, Anchor) else None
     polish = plan_polish(options, loaded, old, domain)
+    learned = has_new and has_labels(scored[0], loaded)
+    if not alone and options.retain is None and not learned:
+        raise UsageError(
+            f"nothing tells what was learned of {domain.name}: it has no test split, or no labels. Name it with "
+            "--eval too if it has labels, or a share to keep with --retain, or one --ratio alone"
+        )
     left = measured(options, old)
     had, others = (sum(probe.samples for one in held for probe in one.probes) for held in (old, left))
     if others < had:
@@ -151,6 +157,7 @@ def _scored(options: MendOptions, train: Domain) -> tuple[list[Domain], bool]:
     if isinstance(data, str) and train.split is not None:
         new = [resolve_domain(data, "test", options.data_dir)]
     else:
-        new = [other for other in others if other.samples is train.samples]
+        named = isinstance(data, str)
+        new = [other for other in others if other.samples is train.samples or (named and other.name == train.name)]
     names = {one.name for one in new}
     return new + [other for other in others if other.name not in names], bool(new)

@@ -49,8 +49,7 @@ def plan_polish(options: MendOptions, loaded: LoadedModel, old: Sequence[Anchor]
     """
     if options.polish is None:
         return None
-    first = domain.subset([0]) if domain.indexable and domain.size else domain
-    if next((labels for _, labels in presented(first, loaded, Silent()).batches(1)), None) is None:
+    if not has_labels(domain, loaded):
         raise UsageError(f"{domain.name} has no labels, and polish trains on them; leave --polish out")
     size = min(Schedule.batch_size, options.batch_size)
     asked = FinetuneOptions(
@@ -60,6 +59,12 @@ def plan_polish(options: MendOptions, loaded: LoadedModel, old: Sequence[Anchor]
         lr=Schedule.lr if options.lr is None else options.lr,
     )  # fmt: skip
     return plan_finetuning(asked, loaded)
+
+
+def has_labels(domain: Domain, loaded: LoadedModel) -> bool:
+    """Whether samples of a domain come with labels, as the model takes them."""
+    first = domain.subset([0]) if domain.indexable and domain.size else domain
+    return presented(first, loaded, Silent()).labelled
 
 
 def _so_many(domain: Domain, steps: int, batch_size: int) -> Domain:

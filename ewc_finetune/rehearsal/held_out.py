@@ -18,6 +18,8 @@ from ewc_finetune.modules.batch import Inputs, count, named
 _PART = 4
 # and at least so many; of a share of unchanged answers, that is steps of 6%.
 _LEAST = 16
+# No probe with fewer inputs can be rehearsed.
+LEAST = 2 * _LEAST
 # Of so many inputs a quarter says little.
 COARSE = 64
 
@@ -28,10 +30,10 @@ def held_out(probe: Probe, where: str) -> list[int]:
     Raises:
         UsageError: if too few would be left to rehearse; `where` is the anchor.
     """
-    if probe.samples < 2 * _LEAST:
+    if probe.samples < LEAST:
         raise UsageError(
             f"{where}: its probe of {probe.data} has {counted(probe.samples, 'input')}, of which {_LEAST} must stay to "
-            f"measure with. Rehearse a probe of at least {2 * _LEAST} (ewc-ft consolidate --probe)"
+            f"measure with. Rehearse a probe of at least {LEAST} (ewc-ft consolidate --probe)"
         )
     order = torch.randperm(probe.samples, generator=torch.Generator().manual_seed(probe.seed))
     return sorted(order[: max(_LEAST, probe.samples // _PART)].tolist())

@@ -47,16 +47,16 @@ _TOP = 64
 
 
 def resolve_sources(
-    sources: Sequence[Any], anchors: Sequence[Anchor], data_dir: str | Path | None = None
+    sources: Sequence[Any], anchors: Sequence[Anchor] | None, data_dir: str | Path | None = None
 ) -> list[Domain | None]:
-    """Return the data of each source; None for the probes of the anchors.
+    """Return the data of each source; None for the probes of the anchors, of which nothing is known if these are None.
 
     Raises:
         UsageError: if there is no probe to rehearse.
         DataError: if data cannot be had.
     """
     probes = [isinstance(source, str) and source == PROBES for source in sources]
-    if any(probes) and not any(records_of(anchor.probes) for anchor in anchors):
+    if any(probes) and anchors is not None and not any(records_of(anchor.probes) for anchor in anchors):
         raise UsageError(
             "there is no probe to rehearse in the anchors: ewc-ft consolidate --probe N keeps one while the old data "
             "is at hand. Without it, rehearse data that is like the old, or any public data: --rehearse DATA"

@@ -176,7 +176,7 @@ def test_a_layer_that_the_old_anchor_does_not_know_stays(forgot, old):
     net = copy.deepcopy(forgot)
     net.add_module("unused", torch.nn.Linear(2, 2))
     weight = net.unused.weight.clone()
-    done = ewc.mend(net, NEW, anchors=old, eval_on=[OLD], ratios=[0.3, 1.0])
+    done = ewc.mend(net, NEW, anchors=old, eval_on=[NEW, OLD], ratios=[0.3, 1.0])
     assert done.model.unused.weight.equal(weight)
 
 
@@ -191,8 +191,11 @@ def test_regressions_are_mended_by_the_divergence():
     ewc.finetune(net, second, epochs=20, **options)
     with pytest.raises(UsageError, match="regressions have no answers"):
         ewc.mend(net, second, anchors=old, retain=0.9)
-    done = ewc.mend(net, second, anchors=old)
-    assert done.taken.name == "10 to 1"
+    with pytest.raises(UsageError, match="nothing tells what was learned of data: it has no test split, or no labels"):
+        ewc.mend(net, second, anchors=old)
+    done = ewc.mend(net, second, anchors=old, eval_on=second)
+    kept = [point.kept for point in done.points if point.ratio is not None]
+    assert kept == sorted(kept)
     assert done.taken.kept == -done.taken.retention[0].divergence
 
 
