@@ -35,7 +35,7 @@ from ewc_finetune.modules.devices import choose_device
 from ewc_finetune.modules.modes import normalisation_layers
 from ewc_finetune.penalty.quadratic import spread_lambdas
 from ewc_finetune.progress import Progress
-from ewc_finetune.rehearsal.options import PROBES
+from ewc_finetune.rehearsal.options import is_probes
 from ewc_finetune.rehearsal.sources import resolve_sources
 from ewc_finetune.reporting.outcome import data_key
 from ewc_finetune.runs.idle import FINETUNE, say_idle
@@ -186,7 +186,7 @@ def _rehearsed(options: FinetuneOptions, anchors: Sequence[Anchor] | None) -> li
             "(learning without forgetting). Rehearse data that is like the old, where there is any"
         )
     # Of what is not rehearsed only the probes have a part in the run: it is measured by them.
-    sources = [one for one in options.sources if options.rehearses or (isinstance(one, str) and one == PROBES)]
+    sources = [one for one in options.sources if options.rehearses or is_probes(one)]
     return resolve_sources(sources, anchors, options.data_dir)
 
 

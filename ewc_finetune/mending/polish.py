@@ -21,7 +21,7 @@ from ewc_finetune.mending.options import MendOptions
 from ewc_finetune.modules.batch import Batch
 from ewc_finetune.progress import OnlyBars, Silent
 from ewc_finetune.rehearsal.held_out import measured as left_to_measure
-from ewc_finetune.rehearsal.options import PROBES, Rehearsing
+from ewc_finetune.rehearsal.options import PROBES, Rehearsing, is_probes
 
 
 def rehearsed(options: MendOptions) -> list[object]:
@@ -35,7 +35,7 @@ def measured(options: MendOptions, old: Sequence[Anchor]) -> list[Anchor]:
     Raises:
         UsageError: if a probe is too small for both.
     """
-    asks = options.polish is not None and any(isinstance(one, str) and one == PROBES for one in rehearsed(options))
+    asks = options.polish is not None and any(map(is_probes, rehearsed(options)))
     return left_to_measure(old, asks)
 
 

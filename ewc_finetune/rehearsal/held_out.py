@@ -45,7 +45,12 @@ def measured(anchors: Sequence[Anchor], probes_rehearsed: bool) -> list[Anchor]:
     Raises:
         UsageError: if too few would be left to rehearse.
     """
-    return [with_held_out(anchor) for anchor in anchors] if probes_rehearsed else list(anchors)
+    if not probes_rehearsed:
+        return list(anchors)
+    return [
+        replace(anchor, probes=[probe.subset(held_out(probe, anchor.label)) for probe in anchor.probes])
+        for anchor in anchors
+    ]
 
 
 def keys_of(inputs: Inputs) -> list[bytes]:
@@ -67,12 +72,3 @@ def keys_of(inputs: Inputs) -> list[bytes]:
 
 def _bytes_of(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def with_held_out(anchor: Anchor) -> Anchor:
-    """Return an anchor with what is never rehearsed of its probes.
-
-    Raises:
-        UsageError: if too few would be left to rehearse.
-    """
-    return replace(anchor, probes=[probe.subset(held_out(probe, anchor.label)) for probe in anchor.probes])

@@ -53,8 +53,8 @@ class Rehearsing:
     def sources(self) -> list[Any]:
         """What is rehearsed, the probes once at most; one source may stand alone."""
         given = list(self.rehearse) if isinstance(self.rehearse, (list, tuple)) else [self.rehearse]
-        first = next((n for n, one in enumerate(given) if _is_probes(one)), None)
-        return [one for n, one in enumerate(given) if n == first or not _is_probes(one)]
+        first = next((n for n, one in enumerate(given) if is_probes(one)), None)
+        return [one for n, one in enumerate(given) if n == first or not is_probes(one)]
 
     def check_rehearsal(self) -> None:
         """Check what no declaration says.
@@ -69,5 +69,6 @@ class Rehearsing:
                 raise UsageError(f"{source!r} is nothing to rehearse. Did you mean {PROBES!r} (those in the anchors)?")
 
 
-def _is_probes(source: object) -> bool:
+def is_probes(source: object) -> bool:
+    """Whether a source is the probes of the anchors."""
     return isinstance(source, str) and source == PROBES

@@ -73,14 +73,14 @@ class Rehearsal:
         asked = Rehearsing(rehearse=sources, rehearse_weight=weight, rehearse_batch=batch_size)
         check_declared(asked)
         asked.check_rehearsal()
+        if not asked.sources:
+            raise UsageError(f"there is nothing to rehearse: no source is named; {PROBES!r} are those in the anchors")
         given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
         opened = [anchor if isinstance(anchor, Anchor) else Anchor.open(anchor) for anchor in given]
         if not isinstance(likelihood, Likelihood):
             known = opened[-1].provenance.likelihood if opened else "categorical"
             likelihood = get_likelihood(likelihood or known)
         loaded = informed(open_model(model), opened) if isinstance(model, nn.Module) else model
-        if not asked.sources:
-            raise UsageError(f"there is nothing to rehearse: no source is named; {PROBES!r} are those in the anchors")
         domains = resolve_sources(asked.sources, opened)
         self.model, self.weight, self.batch_size = loaded.model, weight, batch_size
         self.measured = measured(opened, None in domains)

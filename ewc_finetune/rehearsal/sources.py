@@ -34,7 +34,7 @@ from ewc_finetune.modules.heads import head_in_place
 from ewc_finetune.progress import Silent
 from ewc_finetune.rehearsal.held_out import held_out, keys_of
 from ewc_finetune.rehearsal.memory import Memory
-from ewc_finetune.rehearsal.options import PROBES
+from ewc_finetune.rehearsal.options import PROBES, is_probes
 from ewc_finetune.rehearsal.teacher import as_anchored
 from ewc_finetune.rehearsal.variations import varied
 
@@ -55,7 +55,7 @@ def resolve_sources(
         UsageError: if there is no probe to rehearse.
         DataError: if data cannot be had.
     """
-    probes = [isinstance(source, str) and source == PROBES for source in sources]
+    probes = [is_probes(source) for source in sources]
     if any(probes) and anchors is not None and not any(records_of(anchor.probes) for anchor in anchors):
         raise UsageError(
             "there is no probe to rehearse in the anchors: ewc-ft consolidate --probe N keeps one while the old data "
