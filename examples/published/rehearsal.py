@@ -1,9 +1,10 @@
 """What a few hundred old inputs hold: MNIST, then Fashion-MNIST, with and without rehearsal and penalties.
 
 The four settings of kfac.py, three seeds each. The anchor of MNIST has a probe of 64, 256 or 1,000 inputs, of which
-three quarters are rehearsed; beside that there is no penalty, or the diagonal or K-FAC. Plain fine-tuning, and joint
-training on Fashion-MNIST and all of MNIST with its labels, are the ends of what can be had: joint in batches of twice
-the size, which are as many steps with as many new images as in the other runs, and in twice as many steps.
+three quarters are rehearsed; beside that there is no penalty, or the diagonal or K-FAC. Each probe is also rehearsed as
+it is, without variations, and that of 1,000 with less weight. Plain fine-tuning, and joint training on Fashion-MNIST
+and all of MNIST with its labels, are the ends of what can be had: joint in batches of twice the size, which are as many
+steps with as many new images as in the other runs, and in twice as many steps.
 
     OMP_NUM_THREADS=1 python examples/published/rehearsal.py --settings transformer      half an hour to two hours
     python examples/published/rehearsal.py --quick                                       a minute, to see that it runs
@@ -34,6 +35,7 @@ from ewc_finetune.data.sources import load_domain
 
 NONE, KFAC = "none", "K-FAC"
 PROBES = (0, 64, 256, 1_000)
+WEIGHT, LESS = 1.0, 0.3  # what rehearsed samples count beside 1 for new ones
 LAMBDAS = {NONE: (0.0,), DIAGONAL: (10.0, 100.0), KFAC: (1.0, 3.0, 10.0)}
 # Joint training, in batches of twice the size, and in twice as many steps.
 JOINT, JOINT_LONGER = -2, -1
@@ -41,10 +43,11 @@ NAMES = {JOINT: "joint training", JOINT_LONGER: "joint training, twice the steps
 
 
 class Point(NamedTuple):
-    """One run: inputs in the probe (or JOINT), the penalty beside it, and the accuracies after it."""
+    """One run: inputs in the probe (or JOINT), how they are rehearsed, the penalty, and the accuracies after it."""
 
     probe: int
     variations: bool
+    weight: float
     penalty: str
     strength: float
     seed: int
@@ -61,24 +64,26 @@ def main() -> None:
     draw(found, options.output / "rehearsal.png")
 
 
-def wanted(quick: bool) -> Iterator[tuple[int, bool, str, float]]:
-    """Go through the runs of a seed: probe, variations, penalty, lambda."""
-    yield 0, True, NONE, 0.0
-    yield JOINT, True, NONE, 0.0
-    yield JOINT_LONGER, True, NONE, 0.0
+def wanted(quick: bool) -> Iterator[tuple[int, bool, float, str, float]]:
+    """Go through the runs of a seed: probe, variations, weight, penalty, lambda."""
+    yield 0, True, WEIGHT, NONE, 0.0
+    yield JOINT, True, WEIGHT, NONE, 0.0
+    yield JOINT_LONGER, True, WEIGHT, NONE, 0.0
     for probe in PROBES:
         for penalty, strengths in LAMBDAS.items():
             for strength in strengths:
                 if (probe or penalty != NONE) and not (quick and (probe > 64 or strength > 1)):
-                    yield probe, True, penalty, strength
+                    yield probe, True, WEIGHT, penalty, strength
     for probe in PROBES[1:]:
         if not quick:
-            yield probe, False, NONE, 0.0
+            yield probe, False, WEIGHT, NONE, 0.0
+    if not quick:
+        yield PROBES[-1], True, LESS, NONE, 0.0
 
 
 def run_seed(name: str, seed: int, points: list[Point], options: argparse.Namespace) -> Iterator[Point]:
     """Train on MNIST, then adapt to Fashion-MNIST in each way that is not there yet."""
-    done = {point[:4] for point in points}
+    done = {point[:5] for point in points}
     left = [one for one in wanted(options.quick) if one not in done]
     if not left:
         return
@@ -102,7 +107,7 @@ def run_seed(name: str, seed: int, points: list[Point], options: argparse.Namesp
                 anchors[probe, penalty] = ewc.Anchor.open(path)
             return anchors[probe, penalty]
 
-        for probe, variations, penalty, strength in left:
+        for probe, variations, weight, penalty, strength in left:
             if probe in (JOINT, JOINT_LONGER):
                 both = ConcatDataset([load_domain(data, "train", options.data_dir).samples for data in (mnist, fmnist)])
                 batch = 200 if probe == JOINT else 100
@@ -110,10 +115,10 @@ def run_seed(name: str, seed: int, points: list[Point], options: argparse.Namesp
             elif not probe and penalty == NONE:
                 made = ewc.finetune(copy.deepcopy(start), fmnist, **second)
             else:
-                rehearsed = {"rehearse": ["probes"], "rehearse_variations": variations} if probe else {}
-                held = {"anchors": anchor(probe, penalty), "lambdas": strength}
-                made = ewc.finetune(copy.deepcopy(start), fmnist, **held, **rehearsed, **second)
-            yield Point(probe, variations, penalty, strength, seed, *(score.accuracy for score in made.after))
+                how = {"rehearse": ["probes"], "rehearse_weight": weight, "rehearse_variations": variations}
+                held = {"anchors": anchor(probe, penalty), "lambdas": strength, **(how if probe else {})}
+                made = ewc.finetune(copy.deepcopy(start), fmnist, **held, **second)
+            yield Point(probe, variations, weight, penalty, strength, seed, *(score.accuracy for score in made.after))
 
 
 def table_of(found: dict[str, list[Point]]) -> str:
@@ -121,13 +126,16 @@ def table_of(found: dict[str, list[Point]]) -> str:
     return "\n".join(setting_table(SETTINGS[name].title, means(points)) for name, points in found.items())
 
 
-def setting_table(title: str, known: dict[tuple[int, bool, str, float], tuple[float, float]]) -> str:
+def setting_table(title: str, known: dict[tuple[int, bool, float, str, float], tuple[float, float]]) -> str:
     """One row to each probe, one column to each penalty."""
     columns = {
-        (True, penalty, strength): f"{penalty}, {strength:g}" for penalty in LAMBDAS for strength in LAMBDAS[penalty]
+        (True, WEIGHT, penalty, strength): f"{penalty}, {strength:g}"
+        for penalty in LAMBDAS
+        for strength in LAMBDAS[penalty]
     }
-    columns[True, NONE, 0.0] = "no penalty"
-    columns[False, NONE, 0.0] = "no penalty, no variations"
+    columns[True, WEIGHT, NONE, 0.0] = "no penalty"
+    columns[True, LESS, NONE, 0.0] = f"no penalty, weight {LESS:g}"
+    columns[False, WEIGHT, NONE, 0.0] = "no penalty, no variations"
     rows = [f"| {title}: kept / learned, % | {' | '.join(columns.values())} |", "|---" * (1 + len(columns)) + "|"]
     for probe in (*PROBES, JOINT, JOINT_LONGER):
         cells = [known.get((probe, *column)) for column in columns]
@@ -149,9 +157,9 @@ def draw(found: dict[str, list[Point]], path: Path) -> None:
     for axes, (name, points) in zip(grid, found.items(), strict=False):
         known = means(points)
         for probe, color in zip(PROBES, ("0.6", "C0", "C1", "C2"), strict=True):
-            start = known.get((probe, True, NONE, 0.0))
+            start = known.get((probe, True, WEIGHT, NONE, 0.0))
             for penalty, style in {DIAGONAL: "o:", KFAC: "s-"}.items():
-                own = {key[3]: value for key, value in known.items() if key[:3] == (probe, True, penalty)}
+                own = {key[-1]: value for key, value in known.items() if key[:-1] == (probe, True, WEIGHT, penalty)}
                 line = [*([start] if start else []), *own.values()]
                 if own:
                     axes.plot(*zip(*line, strict=True), style, ms=4, lw=1, color=color)
@@ -162,8 +170,8 @@ def draw(found: dict[str, list[Point]], path: Path) -> None:
                 label = f"a probe of {probe:,} rehearsed" if probe else NAMES[0]
                 axes.plot(*start, "*", ms=11, color=color, label=label)
         for joint, marker in ((JOINT, "P"), (JOINT_LONGER, "X")):
-            if (joint, True, NONE, 0.0) in known:
-                axes.plot(*known[joint, True, NONE, 0.0], marker, color="k", ms=8, label=NAMES[joint])
+            if (joint, True, WEIGHT, NONE, 0.0) in known:
+                axes.plot(*known[joint, True, WEIGHT, NONE, 0.0], marker, color="k", ms=8, label=NAMES[joint])
         # Half of what is lost is as far everywhere.
         axes.set_xscale("function", functions=(lambda x: -np.log(100.5 - x), lambda y: 100.5 - np.exp(-y)))
         axes.set_xticks([20, 50, 80, 90, 95, 97, 98, 99])
