@@ -110,10 +110,10 @@ def standard_error(origin: Mapping[str, Any]) -> str:
 
 
 def ancestor(entry: Mapping[str, Any], made_of: str = "") -> str:
-    """Name an anchor that the model was trained under, or that another was merged from, and say what it is of."""
+    """Name an anchor that had a part in the model, or that another was merged from, and say how and what it is of."""
     return joined(
         entry.get("name"),
-        labelled("lambda", number(entry.get("lambda"))),
+        labelled("mended at" if entry.get("mended") else "lambda", number(entry.get("lambda"))),
         labelled("steps of polish", number(entry.get("polished"))),
         made_of,
         labelled("SHA-256", entry.get("sha256")),

@@ -112,7 +112,7 @@ class Inspection:
             ("classes", "" if origin.classes is None else ", ".join(origin.classes)),
             ("normalisation", describe.normalisation(origin.normalisation)),
             ("left free", "; ".join(f"{', '.join(n) if every_layer else few(n)}: {reason}" for reason, n in free)),
-            ("trained under", "; ".join(map(describe.ancestor, origin.lineage))),
+            ("lineage", "; ".join(map(describe.ancestor, origin.lineage))),
             *((f"parent {n}", describe.parent(parent)) for n, parent in enumerate(parents, start=1)),
         ]
         return [(name, value) for name, value in found if value] + [("note", remark) for remark in self.remarks]

@@ -34,7 +34,8 @@ class ModelMetadata:
         architecture: The text that builds it.
         input: How samples are presented to it (`InputSpec`).
         classes: Names of its outputs, where they are known.
-        lineage: Anchors whose penalties it was trained under: `name`, `sha256`, `lambda` of each.
+        lineage: Anchors whose penalties it was trained under: `name`, `sha256`, `lambda` of each; `mended` where it is
+            between these and another's, `polished` for how many steps it was trained then.
         frozen: Parameters that were not to be trained (`requires_grad` was false).
         head: The new last layer that the model was given, if it was; see `Provenance`.
         likelihood: How its outputs are meant, where it is known: that of the loss that it was trained with.

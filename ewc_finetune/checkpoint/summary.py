@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ewc_finetune.anchor import describe
 from ewc_finetune.checkpoint import verification
 from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.location import locate, on_this_machine
@@ -77,7 +78,7 @@ class CheckpointInspection:
             ("normalisation", few(self.normalisation)),
             ("likelihood", self.metadata.likelihood or ""),
             ("classes", few(self.metadata.classes or [])),
-            ("trained under", "; ".join(map(_ancestor, self.metadata.lineage))),
+            ("lineage", "; ".join(map(describe.ancestor, self.metadata.lineage))),
             ("verified", self.verified or ""),
             ("unsafe", f"its pickle asks for {few(self.unsafe)}" if self.unsafe else ""),
         ]
@@ -165,9 +166,3 @@ def _tied(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 
 def _key(tensor: Tensor) -> object:
     return (tensor.data_ptr(), tensor.shape) if tensor.numel() else id(tensor)
-
-
-def _ancestor(entry: Mapping[str, Any]) -> str:
-    """Name an anchor of the lineage, and say how it had a part in the model."""
-    polished = f", {entry['polished']:,} steps of polish" if isinstance(entry.get("polished"), int) else ""
-    return f"{entry.get('name')} (lambda {entry.get('lambda')}{polished})"

@@ -37,7 +37,7 @@ def cost(todo: Plan) -> Estimate:
     files = [] if todo.output is None else [*written_as(todo.start, todo.output), beside(todo.output, ".run")]
     identities = todo.identify()  # of the model as it is, before it is given another head
     todo = replace(todo, rehearsed=[_few_generated(domain, todo.options.progress) for domain in todo.rehearsed])
-    with ready(todo, todo.strengths, todo.options.progress) as job:
+    with ready(todo, None if todo.options.lambdas == "auto" else todo.strengths, todo.options.progress) as job:
         return replace(
             _tried(todo, job), files=tuple(files), found=findings(todo, job, identities, todo.strengths, None)
         )

@@ -67,12 +67,12 @@ class Job:
 
 
 @contextlib.contextmanager
-def ready(plan: Plan, strengths: Sequence[float], progress: Progress) -> Iterator[Job]:
+def ready(plan: Plan, strengths: Sequence[float] | None, progress: Progress) -> Iterator[Job]:
     """Give the model its head, and match data and anchors with it; it is on the plan's device inside the block.
 
     Args:
         plan: The plan to carry out.
-        strengths: The lambda of each anchor.
+        strengths: The lambda of each anchor; None while they are still looked for.
         progress: Is told what is assumed.
 
     Raises:
@@ -83,8 +83,8 @@ def ready(plan: Plan, strengths: Sequence[float], progress: Progress) -> Iterato
         random_state_kept(plan.device, plan.options.seed),
         contextlib.ExitStack() as undoing,
     ):
-        job = _matched(plan, strengths, undoing, progress)
-        held = list(zip(plan.anchors, strengths, strict=True))
+        job = _matched(plan, plan.strengths if strengths is None else strengths, undoing, progress)
+        held = list(zip(plan.anchors, strengths or [None] * len(plan.anchors), strict=True))
         say(progress, job.start, held, job.penalty, job.rehearsal, plan.schedule, plan.fresh)
         yield job
 
@@ -164,6 +164,11 @@ def _rehearsal(plan: Plan, start: LoadedModel, progress: Progress) -> Rehearsal 
         )
     for memory in rehearsal.memories:
         progress.note(str(memory))
+        if memory.probe.samples < rehearsal.each:
+            progress.note(
+                f"each step rehearses all {memory.probe.samples:,} inputs of {memory.probe.data}: there are not "
+                f"{rehearsal.each:,} of them"
+            )
     return rehearsal
 
 

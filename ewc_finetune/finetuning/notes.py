@@ -43,13 +43,13 @@ def _curvature(origin: Provenance) -> str:
 def say(
     progress: Progress,
     start: LoadedModel,
-    held: Sequence[tuple[Anchor, float]],
+    held: Sequence[tuple[Anchor, float | None]],
     penalty: Penalty | None,
     rehearsal: Rehearsal | None,
     schedule: Schedule,
     fresh: bool,
 ) -> None:
-    """Tell the user what the run assumes; `held` are the anchors, each with its lambda."""
+    """Tell the user what the run assumes; `held` are the anchors with their lambdas, None while looked for."""
     progress.note(f"starting from {'fresh weights of ' if fresh else ''}{start.label}")
     for remark in start.remarks:
         progress.note(remark)
@@ -57,13 +57,15 @@ def say(
         progress.note("held by no anchor: plain training, in which the old domain may be lost")
     for anchor, strength in held:
         origin = anchor.provenance
-        if strength:
-            progress.note(f"held by {anchor.label}: {origin.name}, {_curvature(origin)}, lambda {strength:g}")
-        else:
+        if strength == 0:
             progress.note(f"not held by {anchor.label}: lambda 0")
-    if penalty is not None and penalty.free and any(strength for _, strength in held):
+        else:
+            known = "a lambda to be looked for" if strength is None else f"lambda {strength:g}"
+            progress.note(f"held by {anchor.label}: {origin.name}, {_curvature(origin)}, {known}")
+    if penalty is not None and penalty.free and any(strength != 0 for _, strength in held):
         progress.note(f"free, since no anchor holds them: {', '.join(penalty.free)}")
     layers = normalisation_layers(start.model)
     if layers:
         progress.note(f"normalisation statistics of {counted(len(layers), 'layer')}: {schedule.norm_stats}")
-    _warn_of_overshooting(progress, penalty, schedule)
+    if all(strength is not None for _, strength in held):
+        _warn_of_overshooting(progress, penalty, schedule)

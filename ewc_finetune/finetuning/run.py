@@ -70,6 +70,8 @@ def run(todo: Plan) -> Finetuned:
         if folder is not None:
             folder.update(found=findings(todo, job, identities, strengths, search))
             state, history = folder.load_state()
+            if folder.reopened and state is None:
+                progress.note(f"{folder.path} has no state of its training to go on from: it starts at its first step")
         sinks = _sinks(folder, options.tensorboard, state, closing)
         observer = _observer(todo, job, folder, sinks, None if search is None else search.strength)
         with _put_back(observer.checkpoints):

@@ -44,8 +44,7 @@ def _smallest(points: Sequence[Point], centres: Sequence[int], retain: float) ->
     for n in centres:
         if shares[n] >= retain:
             return n
-    best = max(centres, key=lambda n: shares[n])
+    found = ", ".join(f"{points[n].ratio:g} to 1 keeps {share:.1%}" for n, share in shares.items())
     raise RetentionError(
-        f"no ratio keeps {retain:.1%} of the answers to the probes: the best, {points[best].ratio:g}, keeps "
-        f"{shares[best]:.1%}. Try larger ones (--ratio), or K-FAC anchors"
+        f"no ratio keeps {retain:.1%} of the answers to the probes: {found}. Try larger ratios, or K-FAC anchors"
     )

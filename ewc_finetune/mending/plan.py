@@ -99,7 +99,7 @@ def plan(options: MendOptions) -> MendPlan:
     loaded = informed(loaded, old)
     named = dict(loaded.model.named_parameters())
     for anchor in [*of_one_head(old, loaded.metadata.head), *([new] if isinstance(new, Anchor) else [])]:
-        check_fit(named, anchor)
+        check_fit(named, anchor, grown="A model whose head was expanded cannot be mended")
     alone = len(options.each_ratio) == 1
     if not alone and not any(anchor.probes for anchor in old) and len(scored) <= has_new:
         raise UsageError(

@@ -116,10 +116,10 @@ def _polished(options: MendOptions, polish: FinetunePlan, mended: Point, measure
 def _write(todo: MendPlan, output: Path, taken: Point) -> None:
     """Write the mended model, with the anchors that have a part in it."""
     loaded, metadata = todo.loaded, todo.loaded.metadata
+    own = {anchor.digest for anchor in todo.old}
+    how = {"mended": True, **({"polished": taken.steps} if taken.steps else {})}
     added = lineage_of(todo.old, [taken.ratio or 0.0] * len(todo.old))
-    if taken.steps:
-        own = {anchor.digest for anchor in todo.old}
-        added = [{**entry, "polished": taken.steps} if entry["sha256"] in own else entry for entry in added]
+    added = [{**entry, **how} if entry["sha256"] in own else entry for entry in added]
     lineage = distinct([*metadata.lineage, *added])
     save = save_state_dict if loaded.checkpoint is None else loaded.checkpoint.save
     save(output, loaded.model, replace(metadata, lineage=lineage), overwrite=todo.options.overwrite)

@@ -283,8 +283,15 @@ def check_fit(
     parameters: Mapping[str, nn.Parameter],
     anchor: Anchor,
     growing: Collection[str] = (),
+    grown: str = "Where the new domain has classes of its own, give it --head new or expand",
 ) -> None:
     """Check that the model has every parameter that the anchor holds, in the same shape.
+
+    Args:
+        parameters: The model's, by name.
+        anchor: The anchor.
+        growing: Parameters that may have more rows than the anchor holds.
+        grown: What to say where another parameter has more or fewer.
 
     Raises:
         AnchorMismatchError: naming the anchor, the parameter and both shapes.
@@ -296,11 +303,9 @@ def check_fit(
                 "does not have. Start from the checkpoint that the anchor was made from, or one trained on from it"
             )
         own = parameters[name].shape
-        grown = name in growing and own[1:] == shape[1:] and own[0] >= shape[0]
-        if own != shape and not grown:
-            head = own[1:] == shape[1:]
+        may_grow = name in growing and own[0] >= shape[0]
+        if own != shape and not (may_grow and own[1:] == shape[1:]):
             raise AnchorMismatchError(
                 f"{anchor.label} does not fit the model: {name} has shape {tuple(shape)} in the anchor and "
-                f"{tuple(own)} in the model"
-                + (". Where the new domain has classes of its own, give it --head new or expand" if head else "")
+                f"{tuple(own)} in the model" + (f". {grown}" if own[1:] == shape[1:] else "")
             )

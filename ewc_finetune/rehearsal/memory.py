@@ -99,7 +99,8 @@ def _trimmed(probe: Probe) -> Probe:
     mask = None if isinstance(probe.inputs, Tensor) else probe.inputs.get("attention_mask")
     if mask is None or probe.counted is None or mask.shape != probe.counted.shape:
         return probe
-    longest = int(mask.any(dim=0).nonzero().max()) + 1
+    used = mask.any(dim=0).nonzero()
+    longest = int(used.max()) + 1 if len(used) else 1
     if longest == mask.shape[1]:
         return probe
 

@@ -36,7 +36,7 @@ class Rehearsal:
     Args:
         model: The model, before it is trained, on its device.
         anchors: One anchor or several, or their files, oldest first; each answers the inputs in its own probes, and the
-            newest those of data. Without any, the model as it is answers.
+            newest those of data. Without any, or where that is merged, the model as it is answers those.
         sources: `probes` (those in the anchors, but for the quarter of each that is measured with), a data spec,
             dataset or loader, of which labels are not looked at, or several of these. Each has the same part of a
             batch, one input at the least.

@@ -74,7 +74,7 @@ class Teachers:
     Attributes:
         loaded: The model that is to be trained, on its device, with the head that it is trained with.
         anchors: Oldest first. Each answers the inputs in its own probes; data is answered by the newest, or without any
-            by the model as it is.
+            by the model as it is, as where the newest has the centre of several, which is no model's weights.
         measured: The anchors with what is measured of their probes, which is never rehearsed, wherever it comes from.
         varied: Whether variations of the inputs are rehearsed too, where there can be any.
     """
@@ -97,6 +97,14 @@ class Teachers:
     def layer(self, anchor: Anchor) -> nn.Linear | None:
         """Return the last layer that answers for an anchor, where it is another than the model's."""
         return head_of(anchor, self.model) if foreign_head(anchor, self.loaded.metadata.head) else None
+
+    @property
+    def _of_data(self) -> Anchor | None:
+        """The anchor that answers data; None where the model does."""
+        newest = self.anchors[-1] if self.anchors else None
+        if newest is None or self.layer(newest) is not None:
+            return newest
+        return None if (newest.provenance.merged or {}).get("form") == "offline" else newest
 
     @cached_property
     def _measured(self) -> frozenset[bytes]:
@@ -162,7 +170,7 @@ class Teachers:
             DataError: if the data does not go into the model.
             UsageError: if all of it is measured with.
         """
-        anchor = self.anchors[-1] if self.anchors else None
+        anchor = self._of_data
         with contextlib.nullcontext() if anchor is None else as_anchored(self.model, anchor):
             asked = replace(presented(domain, self.loaded, Silent()), labels=None)
             bound = bind(self.loaded, asked, likelihood, self.device, Silent())

@@ -79,7 +79,7 @@ def _origin(anchor: Mapping[str, Any]) -> Origin:
             joined(checkpoint.get("file"), checkpoint.get("architecture")),
             _text(checkpoint.get("sha256")),
         ),
-        Fact("Trained under", "; ".join(_ancestor(entry) for entry in source.get("lineage") or [])),
+        Fact("Lineage", "; ".join(_ancestor(entry) for entry in source.get("lineage") or [])),
         Fact("Normalisation", describe.normalisation(source.get("normalisation")) or "no layers with statistics"),
         Fact("Left free", "; ".join(f"{', '.join(names)}: {reason}" for reason, names in free.items())),
         Fact("Scores", describe.scores(source.get("scores"))),

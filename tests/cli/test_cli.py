@@ -470,7 +470,7 @@ def test_merge_and_inspect(ewc_ft, two):
         "turned, lambda 2",
         "body.linear1",
         "share of curvature",
-        "trained under",
+        "lineage  ",
     ):
         assert text in result.stderr
     assert (two / "both.png").read_bytes().startswith(b"\x89PNG")

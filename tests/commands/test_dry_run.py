@@ -152,4 +152,7 @@ def test_the_command_line(ewc_ft, tmp_path):
     result = ewc_ft("finetune", "--anchors", "m.anchor.safetensors", "--data", "digits?rotate=90", "--dry-run")
     assert "file           m-digits-rotate-90.pt" in result.stderr
     assert "file           m-digits-rotate-90.run" in result.stderr
+    auto = ("--lambda", "auto", "--dry-run")
+    result = ewc_ft("finetune", "--anchors", "m.anchor.safetensors", "--data", "digits?rotate=90", *auto)
+    assert "exact Fisher of 100 samples, a lambda to be looked for" in result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.anchor.safetensors", "m.pt", "m.run"]

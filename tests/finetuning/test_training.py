@@ -392,6 +392,17 @@ def test_with_blocks_and_half_precision(form, dtype, tmp_path, monkeypatch, kill
     assert outcome(tmp_path / "cut") == outcome(tmp_path / "whole")
 
 
+def test_a_run_without_a_state_says_that_it_starts_over(tmp_path, monkeypatch, killing):
+    monkeypatch.chdir(tmp_path)
+    undo, notes = killing(3), Notes()
+    with pytest.raises(Killed):
+        tuned(output="m.pt", architecture="x:Y")
+    undo()
+    (tmp_path / "m.run" / "state.pt").unlink(missing_ok=True)
+    tuned(output="m.pt", architecture="x:Y", resume="m.run", progress=notes)
+    assert notes.about("m.run has no state of its training to go on from: it starts at its first step")
+
+
 def test_what_may_have_changed_since(tmp_path, monkeypatch, killing):
     monkeypatch.chdir(tmp_path)
     notes = Notes()

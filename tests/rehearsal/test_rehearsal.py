@@ -262,6 +262,26 @@ def test_what_is_measured_with_is_never_rehearsed_wherever_it_comes_from(model, 
         Rehearsal(copy.deepcopy(model), anchor, TensorDataset(probe.inputs))
 
 
+def test_a_centre_of_anchors_teaches_no_data(model, anchor, tmp_path):
+    moved = copy.deepcopy(model)
+    with torch.no_grad():
+        next(moved.parameters()).add_(1)
+    parts = [anchor, ewc.consolidate(moved, OLD, output=tmp_path / "b.safetensors").path]
+    teachers = {}
+    for online in (False, True):
+        merged = ewc.merge(parts, tmp_path / f"{online}.safetensors", online=online).path
+        (memory,) = Rehearsal(moved, merged, TensorDataset(OLD.tensors[0][:30])).memories
+        teachers[online] = memory.teacher
+    assert teachers == {False: "the model as it was", True: str(tmp_path / "True.safetensors")}
+
+
+def test_fewer_inputs_than_a_step_would_rehearse(model, anchor):
+    notes = Notes()
+    few = TensorDataset(torch.randint(9, (12, 4)).float())
+    finetuned(model, anchor, epochs=1, rehearse=[few], rehearse_batch=50, rehearse_variations=False, progress=notes)
+    assert notes.about("each step rehearses all 12 inputs of data: there are not 50 of them")
+
+
 def test_texts_are_the_same_however_they_are_filled_up():
     ids, mask = torch.tensor([[5, 6, 0], [5, 0, 0]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
     wide = keys_of({"input_ids": ids, "attention_mask": mask})
