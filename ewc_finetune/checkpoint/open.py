@@ -26,6 +26,7 @@ from ewc_finetune.checkpoint.formats.sharded import Sharded
 from ewc_finetune.checkpoint.formats.state_dict import StateDict, find_state
 from ewc_finetune.checkpoint.formats.stored_tensors import check_archive
 from ewc_finetune.checkpoint.formats.torchscript import TorchScript
+from ewc_finetune.checkpoint.formats.transformers_encoder import Encoder
 from ewc_finetune.checkpoint.formats.transformers_folder import HuggingFace, weights_file
 from ewc_finetune.checkpoint.formats.transformers_task import task_of
 from ewc_finetune.checkpoint.formats.unpickling import NoPickleError, check_pickle
@@ -124,7 +125,7 @@ class LoadedModel:
 
 
 def open_model(
-    model: str | Path | nn.Module, architecture: str | None = None, *, trust_code: bool = False
+    model: str | Path | nn.Module, architecture: str | None = None, *, trust_code: bool = False, new_head: bool = False
 ) -> LoadedModel:
     """Open a checkpoint (or the one within an anchor), or take a module as it is.
 
@@ -133,6 +134,7 @@ def open_model(
         architecture: What to build for them; what the file carries, or the weights show, unless given. For a module it
             is only recorded.
         trust_code: Whether code in the file may run.
+        new_head: Whether it is to be given a new head, so that an encoder of transformers has none yet.
 
     Raises:
         CheckpointError, ArchitectureError, AnchorError, NonFiniteError: see `load_checkpoint` and `Checkpoint.build`.
@@ -142,7 +144,10 @@ def open_model(
         check_model(model, "the model's ")
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         return LoadedModel(model, type(model).__name__, ModelMetadata(architecture=architecture, frozen=frozen))
-    return open_checkpoint(load_checkpoint(model, trust_code=trust_code), architecture)
+    checkpoint = load_checkpoint(model, trust_code=trust_code)
+    if new_head and isinstance(checkpoint, HuggingFace) and not checkpoint.classifies:
+        checkpoint = Encoder(checkpoint)
+    return open_checkpoint(checkpoint, architecture)
 
 
 def open_checkpoint(checkpoint: Checkpoint, architecture: str | None = None) -> LoadedModel:

@@ -48,7 +48,12 @@ def preprocessed(domain: Domain, task: ModelTask | None, model: nn.Module, label
     """
     kind = domain.samples
     if isinstance(kind, (Texts, TextStream, Generated)):
-        if task is None or task.kind in (None, "image classification"):
+        if task is not None and task.kind is None:
+            raise DataError(
+                f"{domain.name} has texts, and {label} is a {type(model).__name__}, whose outputs are no predictions. "
+                "ewc-ft finetune --head new makes a classifier of it"
+            )
+        if task is None or task.kind == "image classification":
             raise DataError(
                 f"{domain.name} has texts, and {label} is no language model or text classifier of transformers with "
                 "its tokenizer. Name its folder, or turn the texts into tensors of token ids first"

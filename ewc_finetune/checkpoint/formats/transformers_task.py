@@ -17,6 +17,8 @@ _TABLES: dict[Task, str] = {
     "masked language model": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "causal language model": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
 }
+# The tasks that have a class for each sample.
+CLASSIFIERS: tuple[Task, ...] = ("text classification", "image classification")
 
 
 def task_of(model: nn.Module) -> ModelTask | None:
@@ -42,7 +44,7 @@ def task_of(model: nn.Module) -> ModelTask | None:
 
 def task_of_class(name: str, config: Any, folder: Path) -> ModelTask:
     """Return what a model is for by the name of its class, its config, and the folder with its tokenizer."""
-    kind = _kind(name)
+    kind = kind_of(name)
     labels = dict(getattr(config, "id2label", None) or {})
     names = tuple(str(labels[key]) for key in sorted(labels, key=int))
     told = any(label != f"LABEL_{number}" for number, label in enumerate(names))
@@ -61,7 +63,16 @@ def task_of_class(name: str, config: Any, folder: Path) -> ModelTask:
     )
 
 
-def _kind(name: str) -> Task | None:
+def classifier_of(model_type: str) -> str | None:
+    """Return the class of the classifier of texts, else of images, for a type of models; None where there is none."""
+    from transformers.models.auto import modeling_auto
+
+    names = [getattr(modeling_auto, _TABLES[task]).get(model_type) for task in CLASSIFIERS]
+    return next((name if isinstance(name, str) else name[0] for name in names if name), None)
+
+
+def kind_of(name: str) -> Task | None:
+    """Return the task of a class of models; None where it is none of those known here."""
     from transformers.models.auto import modeling_auto
 
     for kind, table in _TABLES.items():
