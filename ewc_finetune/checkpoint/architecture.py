@@ -1,4 +1,4 @@
-"""Architectures by name: `mlp`, `cnn`, `torchvision:resnet18`, `package.module:Class?width=256`."""
+"""Architectures by name: `mlp`, `cnn`, `torchvision:resnet18`, `timm:resnet18`, `package.module:Class?width=256`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from ewc_finetune.specs.query import Address, parse
 
 BUILTIN: dict[str, type[nn.Module]] = {"mlp": models.MLP, "cnn": models.CNN}
 TRANSFORMERS = "transformers:"
-FORMS = "mlp, cnn, torchvision:NAME or package.module:Class (keyword arguments behind a ?)"
+TORCHVISION = "torchvision:"
+TIMM = "timm:"
+FORMS = "mlp, cnn, torchvision:NAME, timm:NAME or package.module:Class (keyword arguments behind a ?)"
+# Arguments with which timm would read or fetch weights.
+_OF_WEIGHTS = ("pretrained", "checkpoint_path", "cache_dir")
 
 
 def looks_like_architecture(text: str) -> bool:
@@ -85,9 +89,9 @@ _FILLING = {
 
 
 def names_code(text: str) -> str | None:
-    """Return the `module:name` that an architecture would import, if it is neither ours nor torchvision's."""
+    """Return the `module:name` that an architecture would import, if it is neither ours nor torchvision's or timm's."""
     head = text.strip().partition("?")[0].rstrip()
-    ours = head in BUILTIN or ":" not in head or head.startswith("torchvision:")
+    ours = head in BUILTIN or ":" not in head or head.startswith((TORCHVISION, TIMM))
     return None if ours else head
 
 
@@ -120,7 +124,7 @@ def complete(text: str, sample_shape: tuple[int, ...], num_classes: int) -> str:
             known |= {"in_channels": sample_shape[0], "image_size": sample_shape[1]}
         signature = inspect.signature(BUILTIN[address.head])
         options = {name: str(known.get(name, _text(p.default))) for name, p in signature.parameters.items()}
-    elif address.head.startswith("torchvision:"):
+    elif address.head.startswith((TORCHVISION, TIMM)):
         options = {"num_classes": str(num_classes)}
     else:
         options = {}
@@ -136,7 +140,8 @@ def with_outputs(text: str, outputs: int) -> str:
     if text.startswith(TRANSFORMERS):
         return text  # the folder's config has the number of outputs
     address = parse(text)
-    known = address.head in BUILTIN or address.head.startswith("torchvision:") or "num_classes" in address.options
+    named = address.head in BUILTIN or address.head.startswith((TORCHVISION, TIMM))
+    known = named or "num_classes" in address.options
     if not known:
         raise ArchitectureError(
             f"{text} does not say its number of outputs, so a model with {outputs} could not be built again. Give it "
@@ -149,11 +154,13 @@ def _find(address: Address, trusted: bool, note: Callable[[str], None] | None = 
     head = address.head
     if head in BUILTIN:
         return BUILTIN[head]
-    module_name, colon, name = head.partition(":")
+    _, colon, name = head.partition(":")
     if not colon:
         raise ArchitectureError(f"no architecture is called {head!r}. {suggest(head, BUILTIN)}; otherwise {FORMS}")
-    if module_name == "torchvision":
+    if head.startswith(TORCHVISION):
         return _torchvision(name)
+    if head.startswith(TIMM):
+        return _timm(name)
     factory = (
         find(head, "architecture", ArchitectureError)
         if trusted
@@ -179,12 +186,43 @@ def _torchvision(name: str) -> Callable[..., object]:
     def make(**arguments: Any) -> object:
         if any(key.startswith("weights") for key in arguments):
             raise ArchitectureError(
-                f"torchvision:{name} takes its weights from a checkpoint, never from a download. Save the pretrained "
-                "ones with torch.save(model.state_dict(), path) and start from that file"
+                f"torchvision:{name} is an architecture here, whose weights come from a checkpoint. The published ones "
+                f"are a checkpoint by themselves: --model 'torchvision:{name}?weights=DEFAULT'"
             )
         return builder(**arguments, **empty)
 
     return make
+
+
+def _timm(name: str) -> Callable[..., object]:
+    timm = require_timm()
+    if not timm.is_model(name):
+        raise ArchitectureError(f"timm has no model {name!r}. {suggest(name, timm.list_models())}")
+
+    def make(**arguments: Any) -> object:
+        wrong = next((key for key in arguments if key.startswith((*_OF_WEIGHTS, "weights"))), None)
+        if wrong is not None:
+            raise ArchitectureError(
+                f"timm:{name} is an architecture here, whose weights come from a checkpoint, and not by {wrong}. The "
+                f"published ones are a checkpoint by themselves: --model 'timm:{name}?weights=DEFAULT'"
+            )
+        return timm.create_model(name, **arguments)
+
+    return make
+
+
+def require_timm() -> Any:
+    """Import timm, of which most people need nothing.
+
+    Raises:
+        ArchitectureError: if it isn't installed, saying how it is.
+    """
+    try:
+        import timm
+        import timm.data
+    except ImportError as error:
+        raise ArchitectureError("models of timm need it; install it: pip install 'ewc-finetune[timm]'") from error
+    return timm
 
 
 def _text(value: object) -> str:

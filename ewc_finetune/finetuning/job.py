@@ -23,7 +23,7 @@ from ewc_finetune.finetuning.head import class_names, give_head, head_names
 from ewc_finetune.finetuning.notes import say
 from ewc_finetune.finetuning.plan import Plan
 from ewc_finetune.modules.devices import on_device, random_state_kept
-from ewc_finetune.modules.heads import find_head
+from ewc_finetune.modules.heads import find_head, give_place, is_headless
 from ewc_finetune.modules.modes import normalisation_layers
 from ewc_finetune.penalty.penalty import Penalty
 from ewc_finetune.progress import Progress, Silent
@@ -93,6 +93,8 @@ def ready(plan: Plan, strengths: Sequence[float] | None, progress: Progress) -> 
 def _matched(plan: Plan, strengths: Sequence[float], undoing: contextlib.ExitStack, progress: Progress) -> Job:
     start, options, anchors = plan.start, plan.options, plan.anchors
     domain = presented(plan.domain, start, progress)
+    if options.head == "new" and is_headless(start.model):
+        give_place(start.model)
     old = find_head(start.model) if options.head != "shared" else None
     if old is not None:
         undoing.callback(start.model.set_submodule, *old)
