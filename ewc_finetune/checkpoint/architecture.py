@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,7 @@ def looks_like_architecture(text: str) -> bool:
     """Whether the text has the form of an architecture rather than that of a path."""
     head = text.partition("?")[0]
     module, colon, name = head.partition(":")
-    return head in BUILTIN or bool(colon and name.isidentifier() and all(p.isidentifier() for p in module.split(".")))
+    return head in BUILTIN or bool(colon and all(p.isidentifier() for p in (*module.split("."), *name.split("."))))
 
 
 def build(text: str, *, trusted: bool, note: Callable[[str], None] | None = None) -> nn.Module:
@@ -39,9 +40,9 @@ def build(text: str, *, trusted: bool, note: Callable[[str], None] | None = None
 
     Args:
         text: The architecture.
-        trusted: Whether the user named it. One that was read from a file may only name subclasses of `torch.nn.Module`
-            that are defined in a module of the user's own (`importing.find_own`): a file from a stranger shall neither
-            import what it likes nor call what it likes.
+        trusted: Whether the user named it. One that was read from a file may only name subclasses of `torch.nn.Module`,
+            or class methods of one (`Net.from_name`), that are defined in a module of the user's own
+            (`importing.find_own`): a file from a stranger shall neither import what it likes nor call what it likes.
         note: Told what is imported for one that was read from a file.
 
     Raises:
@@ -141,13 +142,24 @@ def with_outputs(text: str, outputs: int) -> str:
         return text  # the folder's config has the number of outputs
     address = parse(text)
     named = address.head in BUILTIN or address.head.startswith((TORCHVISION, TIMM))
-    known = named or "num_classes" in address.options
-    if not known:
+    if not (named or "num_classes" in address.options or _takes_num_classes(address)):
         raise ArchitectureError(
-            f"{text} does not say its number of outputs, so a model with {outputs} could not be built again. Give it "
-            "an argument num_classes, and name it: --arch 'package.module:Class?num_classes=N'"
+            f"{text} does not take its number of outputs, so a model with {outputs} could not be built again. Give "
+            f"{address.head} an argument num_classes"
         )
     return str(Address(address.head, {**address.options, "num_classes": str(outputs)}))
+
+
+def _takes_num_classes(address: Address) -> bool:
+    """Whether what built a model, which is imported, has an argument for its number of outputs."""
+    module, _, name = address.head.partition(":")
+    factory: Any = sys.modules.get(module)
+    for part in name.split("."):
+        factory = getattr(factory, part, None)
+    try:
+        return "num_classes" in inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def _find(address: Address, trusted: bool, note: Callable[[str], None] | None = None) -> Callable[..., object]:
@@ -166,10 +178,12 @@ def _find(address: Address, trusted: bool, note: Callable[[str], None] | None = 
         if trusted
         else find_own(head, "architecture", "--arch", ArchitectureError, note, only_classes=True)
     )
-    is_module_class = isinstance(factory, type) and issubclass(factory, nn.Module)
-    if not is_module_class and not (trusted and callable(factory)):
+    # Of a class its own constructors count as the class does: Net.from_name.
+    owner = factory.__self__ if inspect.ismethod(factory) else factory
+    is_of_module_class = isinstance(owner, type) and issubclass(owner, nn.Module)
+    if not is_of_module_class and not (trusted and callable(factory)):
         raise ArchitectureError(
-            f"{head} is not a subclass of torch.nn.Module"
+            f"{head} is neither a subclass of torch.nn.Module nor a class method of one"
             + ("" if trusted else ", and a file may name nothing else. If you trust it, name it yourself with --arch")
         )
     return factory  # type: ignore[return-value]
