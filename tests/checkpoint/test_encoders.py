@@ -5,11 +5,15 @@ import json
 import pytest
 import torch
 from support.notes import Notes
-from support.transformers_models import bert, encoder, masked, pictures, reviews, saved
+from support.transformers_models import SMALL, bert, encoder, masked, pictures, reviews, saved
 from transformers import (
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
+    BertConfig,
+    BertForMultipleChoice,
+    BertForQuestionAnswering,
     BertForSequenceClassification,
+    BertForTokenClassification,
     ViTMAEConfig,
     ViTMAEModel,
 )
@@ -112,3 +116,33 @@ def test_what_is_no_encoder_is_said(tmp_path):
     ViTMAEModel(ViTMAEConfig(**size, intermediate_size=16)).save_pretrained(tmp_path / "mae")
     with pytest.raises(ArchitectureError, match="is a vit_mae, of which transformers has no classifier of texts or"):
         adapt(tmp_path / "mae", data, tmp_path / "out")
+
+
+OTHERS = {
+    "token classification": (BertForTokenClassification, 'likelihood="per-token"'),
+    "question answering": (BertForQuestionAnswering, "wrap the model in one"),
+    "multiple choice": (BertForMultipleChoice, "wrap the model in one"),
+}
+
+
+@pytest.mark.parametrize(("task", "kind", "way"), [(task, *known) for task, known in OTHERS.items()], ids=OTHERS)
+def test_other_tasks_are_named_with_the_way_from_python(task, kind, way, tmp_path):
+    torch.manual_seed(0)
+    folder = saved(kind(BertConfig(**SMALL)).eval(), tmp_path / "m")
+    with pytest.raises(DataError, match=f"goes into no model for {task}, which .* is: .*{way}"):
+        ewc.consolidate(folder, reviews(tmp_path / "r.jsonl"))
+
+
+def test_that_way_goes(tmp_path):
+    torch.manual_seed(0)
+    model = BertForTokenClassification(BertConfig(**SMALL, num_labels=3)).eval()
+    ids = torch.randint(5, 50, (12, 6))
+    labels = (ids % 3).where(torch.rand(12, 6) < 0.8, -100)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+    data = [{name: value[n : n + 4] for name, value in batch.items()} for n in (0, 4, 8)]
+    anchor = ewc.consolidate(model, data, likelihood="per-token")
+    before, after = (
+        ewc.evaluate(model, data, likelihood="per-token")[0],
+        ewc.finetune(model, data, anchors=anchor, lambdas=0.1, epochs=8, lr=1e-2, eval_on={"own": data}).after[0],
+    )
+    assert after.loss < before.loss

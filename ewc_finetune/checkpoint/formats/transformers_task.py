@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from ewc_finetune.choices import LikelihoodName
 from ewc_finetune.modules.task import ModelTask, Task
 
+T = TypeVar("T", bound=str)
 # The tables of transformers (`models/auto/modeling_auto.py`) that name the classes of models for a task.
 _TABLES: dict[Task, str] = {
     "text classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     "image classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
     "masked language model": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "causal language model": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+}
+# Tables of tasks that no data spec has data for.
+_OTHERS: dict[str, str] = {
+    "token classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "sequence to sequence": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "question answering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    "multiple choice": "MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES",
+    "object detection": "MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES",
+    "image segmentation": "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES",
+    "audio classification": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
+    "speech recognition": "MODEL_FOR_CTC_MAPPING_NAMES",
 }
 # The tasks that have a class for each sample.
 CLASSIFIERS: tuple[Task, ...] = ("text classification", "image classification")
@@ -58,9 +71,8 @@ def task_of_class(name: str, config: Any, folder: Path) -> ModelTask:
     length = getattr(config, "max_position_embeddings", None)
     # Models of the RoBERTa family number positions from 2 on, behind the padding index.
     kept = 2 if getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert") else 0
-    return ModelTask(
-        folder, kind, likelihood, names if told else None, length - kept if isinstance(length, int) else None
-    )
+    longest = length - kept if isinstance(length, int) else None
+    return ModelTask(folder, kind, likelihood, names if told else None, longest, _task_in(_OTHERS, name))
 
 
 def classifier_of(model_type: str) -> str | None:
@@ -73,10 +85,14 @@ def classifier_of(model_type: str) -> str | None:
 
 def kind_of(name: str) -> Task | None:
     """Return the task of a class of models; None where it is none of those known here."""
+    return _task_in(_TABLES, name)
+
+
+def _task_in(tables: Mapping[T, str], name: str) -> T | None:
     from transformers.models.auto import modeling_auto
 
-    for kind, table in _TABLES.items():
-        entries = getattr(modeling_auto, table).values()
+    for task, table in tables.items():
+        entries = getattr(modeling_auto, table, {}).values()
         if any(name in ([entry] if isinstance(entry, str) else entry) for entry in entries):
-            return kind
+            return task
     return None
