@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import click
 
+# Of how many other commands an option is at most that they are named: what most have is no hint.
+_ELSEWHERE = 2
 # By what is meant: the words for it of PEFT, transformers, timm, avalanche and of papers. A value may stand behind an
 # option; a name in capitals is an argument's.
 OPTIONS = {
@@ -22,6 +24,7 @@ OPTIONS = {
     "--lambda": "ewc-lambda lambda-ewc lambdas lamb lam strength alpha reg reg-strength regularization penalty "
     "penalty-weight importance-weight ewc-weight",
     "ewc-ft consolidate --data": "old-data old-task",
+    "ewc-ft push": "push-to-hub hub-model-id",
     "--tolerance": "max-drop plasticity",
     "--penalty-form": "penalty-type form",
     "--penalty-form proximal": "proximal implicit",
@@ -38,7 +41,7 @@ OPTIONS = {
     "--weight-decay": "wd l2-penalty",
     "--accumulate": "gradient-accumulation-steps grad-accum grad-accum-steps accumulation-steps",
     "--clip": "max-grad-norm clip-grad clip-norm grad-clip gradient-clip-val",
-    "--warmup": "warmup-steps warmup-ratio",
+    "--warmup": "warmup-steps warmup-ratio warmup-epochs",
     "--decay": "scheduler sched lr-scheduler lr-scheduler-type lr-decay schedule",
     "--decay cosine": "cosine",
     "--amp": "mixed-precision precision half autocast",
@@ -87,7 +90,7 @@ OPTIONS = {
     "--exclude": "ignore skip",
     "--probe": "probes memory mem-size buffer-size exemplars",
     "--name": "domain task-name",
-    "--gamma": "ewc-decay discount forgetting-factor",
+    "--gamma": "ewc-decay decay-factor discount forgetting-factor",
     "--checkpoint": "merged-model",
     "--ratio": "ratios lambda strength alpha",
     "--anchor-of-new": "new-anchor",
@@ -132,7 +135,8 @@ def meant(command: click.Command, others: Mapping[str, click.Command], word: str
     if f"--{asked}" in names(command):
         return [f"--{asked}"]
     found = [it for it, words in OPTIONS.items() if asked in words.split() and _has(command, it)]
-    return found or [f"ewc-ft {name} {word}" for name, other in others.items() if word in names(other)]
+    elsewhere = [f"ewc-ft {name} {word}" for name, other in others.items() if word in names(other)]
+    return found or (elsewhere if len(elsewhere) <= _ELSEWHERE else [])
 
 
 def names(command: click.Command) -> set[str]:

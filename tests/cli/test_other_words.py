@@ -32,6 +32,7 @@ from ewc_finetune.cli.other_words import COMMANDS, OPTIONS, meant, names
         ("mend", "--lambda", "--ratio"),
         ("consolidate", "--mc-samples", "--draws"),
         ("finetune", "--rtol", "ewc-ft consolidate --rtol"),
+        ("finetune", "--push_to_hub", "ewc-ft push"),
     ],
 )
 def test_options(ewc_ft, command, typed, expected):
@@ -59,6 +60,7 @@ def test_what_is_like_no_word_is_refused_as_ever(ewc_ft):
     assert "No such option '--zzzzz'." in ewc_ft("finetune", "--zzzzz", expect=2).stderr
     assert "No such command 'zzzzz'." in ewc_ft("zzzzz", expect=2).stderr
     assert "--data" in ewc_ft("finetune", "--dta", "x", expect=2).stderr
+    assert "ewc-ft" not in ewc_ft("evaluate", "m.pt", "--output", "x", expect=2).stderr.partition("Error: ")[2]
 
 
 def takes(command, name, value):
@@ -68,8 +70,13 @@ def takes(command, name, value):
 
 @pytest.mark.parametrize("it", OPTIONS)
 def test_no_word_is_stale(it):
-    name, _, value = it.removeprefix("ewc-ft consolidate ").partition(" ")
-    having = [command for command in main.commands.values() if name in names(command) and takes(command, name, value)]
+    name, _, value = it.partition(" ")
+    if name == "ewc-ft":
+        command, *options = value.split()
+        assert set(options) <= names(main.commands[command])
+        having = main.commands.values()
+    else:
+        having = [one for one in main.commands.values() if name in names(one) and takes(one, name, value)]
     assert having
     words = OPTIONS[it].split()
     assert len(set(words)) == len(words)
