@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ewc_finetune.checkpoint import builtin_models as models
-from ewc_finetune.errors import ArchitectureError, suggest
+from ewc_finetune.errors import ArchitectureError, UsageError, WrongArchitectureError, suggest
 from ewc_finetune.specs.importing import find, find_own, value_of, working_directory_on_path
 from ewc_finetune.specs.query import Address, parse
 
@@ -47,8 +47,18 @@ def build(text: str, *, trusted: bool, note: Callable[[str], None] | None = None
 
     Raises:
         UsageError: if the text is no address.
+        WrongArchitectureError: if the user named what there is not, or options that it does not have.
         ArchitectureError: if it cannot be found, called, or is no module.
     """
+    try:
+        return _built(text, trusted, note)
+    except UsageError as error:
+        if trusted:
+            raise
+        raise ArchitectureError(str(error)) from error  # nobody typed it
+
+
+def _built(text: str, trusted: bool, note: Callable[[str], None] | None) -> nn.Module:
     address = parse(text)
     with working_directory_on_path(first=trusted):
         factory = _find(address, trusted, note)
@@ -60,7 +70,9 @@ def build(text: str, *, trusted: bool, note: Callable[[str], None] | None = None
         except ArchitectureError:
             raise
         except Exception as error:
-            raise ArchitectureError(
+            # Our networks and torchvision's fail at nothing but what they are given.
+            wrong = ArchitectureError if names_code(text) else WrongArchitectureError
+            raise wrong(
                 f"the architecture {text} cannot be built: {type(error).__name__}: {error}. "
                 f"It is called as {address.head}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})"
             ) from error
@@ -168,7 +180,7 @@ def _find(address: Address, trusted: bool, note: Callable[[str], None] | None = 
         return BUILTIN[head]
     _, colon, name = head.partition(":")
     if not colon:
-        raise ArchitectureError(f"no architecture is called {head!r}. {suggest(head, BUILTIN)}; otherwise {FORMS}")
+        raise WrongArchitectureError(f"no architecture is called {head!r}. {suggest(head, BUILTIN)}; otherwise {FORMS}")
     if head.startswith(TORCHVISION):
         return _torchvision(name)
     if head.startswith(TIMM):
@@ -193,13 +205,13 @@ def _torchvision(name: str) -> Callable[..., object]:
     from torchvision.models import get_model_builder, list_models
 
     if name not in list_models():
-        raise ArchitectureError(f"torchvision has no model {name!r}. {suggest(name, list_models())}")
+        raise WrongArchitectureError(f"torchvision has no model {name!r}. {suggest(name, list_models())}")
     builder = get_model_builder(name)
     empty = {key: None for key in ("weights", "weights_backbone") if key in inspect.signature(builder).parameters}
 
     def make(**arguments: Any) -> object:
         if any(key.startswith("weights") for key in arguments):
-            raise ArchitectureError(
+            raise WrongArchitectureError(
                 f"torchvision:{name} is an architecture here, whose weights come from a checkpoint. The published ones "
                 f"are a checkpoint by themselves: --model 'torchvision:{name}?weights=DEFAULT'"
             )
@@ -211,12 +223,12 @@ def _torchvision(name: str) -> Callable[..., object]:
 def _timm(name: str) -> Callable[..., object]:
     timm = require_timm()
     if not timm.is_model(name):
-        raise ArchitectureError(f"timm has no model {name!r}. {suggest(name, timm.list_models())}")
+        raise WrongArchitectureError(f"timm has no model {name!r}. {suggest(name, timm.list_models())}")
 
     def make(**arguments: Any) -> object:
         wrong = next((key for key in arguments if key.startswith((*_OF_WEIGHTS, "weights"))), None)
         if wrong is not None:
-            raise ArchitectureError(
+            raise WrongArchitectureError(
                 f"timm:{name} is an architecture here, whose weights come from a checkpoint, and not by {wrong}. The "
                 f"published ones are a checkpoint by themselves: --model 'timm:{name}?weights=DEFAULT'"
             )

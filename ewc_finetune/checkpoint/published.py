@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from ewc_finetune.checkpoint.architecture import TIMM, TORCHVISION, require_timm
 from ewc_finetune.data.transform import INTERPOLATIONS, Transform
-from ewc_finetune.errors import ArchitectureError, CheckpointError, first_line, suggest
+from ewc_finetune.errors import CheckpointError, WrongArchitectureError, first_line, suggest
 from ewc_finetune.hub.address import HubAddress, parse_address
 from ewc_finetune.specs.query import Address, parse
 
@@ -77,13 +77,13 @@ def find_published(text: str) -> Published:
     """Find the weights that a text names.
 
     Raises:
-        ArchitectureError: if there are none of that name.
+        WrongArchitectureError: if there are none of that name.
         CheckpointError: if timm is not installed.
     """
     address = parse(text)
     options = {key: value for key, value in address.options.items() if key != "weights"}
     if "num_classes" in options:
-        raise ArchitectureError(
+        raise WrongArchitectureError(
             f"{text}: these weights have classes of their own, whose number is not to be said. finetune --head new "
             "gives the model as many outputs as the new data has classes"
         )
@@ -120,10 +120,10 @@ def _of_torchvision(name: str, asked: str, options: dict[str, str]) -> Published
     from torchvision.models import get_model_weights, list_models
 
     if name not in list_models():
-        raise ArchitectureError(f"torchvision has no model {name!r}. {suggest(name, list_models())}")
+        raise WrongArchitectureError(f"torchvision has no model {name!r}. {suggest(name, list_models())}")
     known = get_model_weights(name).__members__
     if asked not in known:
-        raise ArchitectureError(f"torchvision has no weights {asked!r} of {name}. {suggest(asked, known)}")
+        raise WrongArchitectureError(f"torchvision has no weights {asked!r} of {name}. {suggest(asked, known)}")
     weights: Any = known[asked]
     if name in _TURNING:
         options = {"transform_input": "true", **options}
@@ -150,15 +150,15 @@ def _torchvision_transform(name: str, weights: Any, options: dict[str, str]) -> 
 def _of_timm(name: str, asked: str, options: dict[str, str]) -> Published:
     timm = require_timm()
     if not timm.is_model(name):
-        raise ArchitectureError(f"timm has no model {name!r}. {suggest(name, timm.list_models())}")
+        raise WrongArchitectureError(f"timm has no model {name!r}. {suggest(name, timm.list_models())}")
     tags = (
         [full.partition(".")[2] for full in timm.list_pretrained(f"{name}.*")] if timm.is_model_pretrained(name) else []
     )
     if asked not in (_DEFAULT, *tags):
-        raise ArchitectureError(f"timm has no weights {asked!r} of {name}. {suggest(asked, [_DEFAULT, *tags])}")
+        raise WrongArchitectureError(f"timm has no weights {asked!r} of {name}. {suggest(asked, [_DEFAULT, *tags])}")
     settings = timm.get_pretrained_cfg(name if asked == _DEFAULT else f"{name}.{asked}")
     if not settings.hf_hub_id:
-        raise ArchitectureError(f"timm's weights {asked} of {name} are not on the Hub. {suggest(asked, tags)}")
+        raise WrongArchitectureError(f"timm's weights {asked} of {name} are not on the Hub. {suggest(asked, tags)}")
     architecture = Address(TIMM + name, {**options, "num_classes": str(settings.num_classes)})
     place = parse_address(f"hf://{settings.hf_hub_id}/{settings.hf_hub_filename or 'model.safetensors'}")
     return Published(str(architecture), f"timm's weights of {name}", _timm_transform(timm, settings), place)
