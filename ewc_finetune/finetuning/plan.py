@@ -30,6 +30,7 @@ from ewc_finetune.finetuning.request import listed
 from ewc_finetune.finetuning.resume import check_options, output_of
 from ewc_finetune.finetuning.schedule import Schedule
 from ewc_finetune.likelihood.base import Likelihood
+from ewc_finetune.likelihood.objective import Objective, objective_of
 from ewc_finetune.likelihood.registry import get_likelihood
 from ewc_finetune.modules.devices import choose_device
 from ewc_finetune.modules.modes import normalisation_layers
@@ -64,7 +65,8 @@ class Plan:
         specs: The spec of each that has one.
         chosen: Of these, the names of those that say which state is the best; None where nothing asks.
         aim: What a search for lambda is to look for.
-        likelihood: Gives the loss.
+        likelihood: What the model's outputs mean.
+        objective: What training makes small.
         device: The device to compute on.
         output: The checkpoint to write.
         overwrite: Whether what is there may be replaced.
@@ -84,6 +86,7 @@ class Plan:
     chosen: tuple[str, ...] | None
     aim: Aim
     likelihood: Likelihood
+    objective: Objective
     device: torch.device
     output: Path | None
     overwrite: bool
@@ -140,7 +143,8 @@ def plan(options: FinetuneOptions, opened: LoadedModel | None = None) -> Plan:
         rehearsed = _rehearsed(options, anchors if len(anchors) == len(given) else None)
     if loaded:
         with mistakes.noted():
-            rule = get_likelihood(_likelihood_of(options.likelihood, anchors, start), options)
+            rule = get_likelihood(_likelihood_of(options.likelihood, anchors, start))
+            objective = objective_of(options, rule.name)
         with mistakes.noted():
             scored, specs = _scored(options, domain, anchors, progress)
             scored, names = _also_selected(scored, specs, options.select_on, options.data_dir)
@@ -155,7 +159,7 @@ def plan(options: FinetuneOptions, opened: LoadedModel | None = None) -> Plan:
     start = informed(start, anchors)
     return Plan(
         options, schedule, start, fresh, anchors, strengths, domain, rehearsed, scored, specs, chosen, aim, rule,
-        device, output, overwrite, earlier,
+        objective, device, output, overwrite, earlier,
     )  # fmt: skip
 
 

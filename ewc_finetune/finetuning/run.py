@@ -180,7 +180,7 @@ def _train(
         job.freezing(),
         progress.bar(f"fine-tuning on {domain.name}", total, "step") as bar,
     ):
-        trainer = Trainer(model, job.new, job.penalty, job.rehearsal, schedule, shuffle, bar, observer)
+        trainer = Trainer(job, schedule, shuffle, bar, observer)
         steps = trainer.run(None if state is None else state["training"], go_on=not checkpoints.exhausted)
         if trainer.skipped:
             progress.note(f"{trainer.skipped:,} of {steps:,} steps were skipped, for gradients overflowed in fp16")
