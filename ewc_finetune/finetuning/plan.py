@@ -20,6 +20,7 @@ from ewc_finetune.choices import BESIDE_REHEARSAL, DEFAULT_LAMBDA, LikelihoodNam
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.sources import resolve_domain, resolve_domains
 from ewc_finetune.errors import CheckpointError, Mistakes, UsageError
+from ewc_finetune.evaluation.metrics import check_metrics
 from ewc_finetune.evaluation.presenting import informed
 from ewc_finetune.finetuning.aims import Aim, aim_of
 from ewc_finetune.finetuning.best_state import selecting
@@ -144,7 +145,10 @@ def plan(options: FinetuneOptions, opened: LoadedModel | None = None) -> Plan:
     if loaded:
         with mistakes.noted():
             rule = get_likelihood(_likelihood_of(options.likelihood, anchors, start))
-            objective = objective_of(options, rule.name)
+            with mistakes.noted():
+                objective = objective_of(options, rule.name)
+            with mistakes.noted():
+                check_metrics(options.metrics, rule.name)
         with mistakes.noted():
             scored, specs = _scored(options, domain, anchors, progress)
             scored, names = _also_selected(scored, specs, options.select_on, options.data_dir)
