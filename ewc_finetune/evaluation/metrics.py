@@ -24,7 +24,7 @@ from ewc_finetune.likelihood.categorical import hard
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-# Counting by class takes a table of classes by classes, which would be too large for the words of a language.
+# Counting takes a table of classes by classes, and ranks every score: too much for the words of a language.
 _MOST_CLASSES = 4096
 
 
@@ -34,6 +34,8 @@ def check_metrics(names: Sequence[str], likelihood: str) -> None:
     Raises:
         UsageError: naming those that do, or what is to be installed.
     """
+    if isinstance(names, str):
+        raise UsageError(f"metrics is {names!r}; expected a list of names")
     suited = [other for other, likelihoods in METRICS.items() if likelihood in likelihoods]
     for name in names:
         check_choice("metric", name, tuple(METRICS))
@@ -69,11 +71,17 @@ class Metrics:
         outputs, targets = (part.detach().cpu() for part in self.likelihood.rows(outputs, targets))
         if not len(outputs):  # no token counts
             return
-        if self.likelihood.name == Bernoulli.name:  # answers of any shape, as so many outputs
+        answers, of_classes = self.likelihood.name == Bernoulli.name, self.likelihood.metric is not None
+        if of_classes and not answers and outputs.shape[-1] > _MOST_CLASSES:
+            raise DataError(
+                f"{self.where}: metrics are taken of up to {_MOST_CLASSES:,} classes, and there are "
+                f"{outputs.shape[-1]:,}; leave {', '.join(self.names)} out"
+            )
+        if answers:  # of any shape, as so many outputs
             outputs, targets = outputs.reshape(len(outputs), -1), targets.reshape(len(targets), -1)
         for kind in dict.fromkeys(_KINDS[name][0] for name in self.names):
             if kind not in self._states:
-                self._states[kind] = kind(self.likelihood.name == Bernoulli.name, outputs.shape[-1], self.where)
+                self._states[kind] = kind(answers, outputs.shape[-1])
             self._states[kind].update(outputs.double(), targets)
 
     def compute(self) -> dict[str, float | None]:
@@ -92,11 +100,10 @@ class _State(ABC):
     Args:
         answers: Whether outputs are answers of yes or no, rather than classes.
         outputs: How many there are.
-        where: The name of the domain.
     """
 
     @abstractmethod
-    def __init__(self, answers: bool, outputs: int, where: str) -> None: ...
+    def __init__(self, answers: bool, outputs: int) -> None: ...
 
     @abstractmethod
     def update(self, outputs: Tensor, targets: Tensor) -> None:
@@ -110,7 +117,7 @@ class _State(ABC):
 class _Errors(_State):
     """Mean absolute and mean squared error over all samples and outputs, shape `(2,)`."""
 
-    def __init__(self, answers: bool, outputs: int, where: str) -> None:
+    def __init__(self, answers: bool, outputs: int) -> None:
         from torchmetrics import MeanAbsoluteError, MeanSquaredError
 
         self.both = [kind().set_dtype(torch.float64) for kind in (MeanAbsoluteError, MeanSquaredError)]
@@ -130,7 +137,7 @@ class _Explained(_State):
     1e-4 for zero, which targets of small numbers have.
     """
 
-    def __init__(self, answers: bool, outputs: int, where: str) -> None:
+    def __init__(self, answers: bool, outputs: int) -> None:
         self.samples = 0
         self.about: Tensor | None = None
         self.sum = self.squares = self.residuals = torch.zeros(())
@@ -158,14 +165,9 @@ class _Counts(_State):
     A class has one side; an answer has two, in the second of which no is what is looked for.
     """
 
-    def __init__(self, answers: bool, outputs: int, where: str) -> None:
+    def __init__(self, answers: bool, outputs: int) -> None:
         from torchmetrics.classification import BinaryStatScores, MulticlassStatScores, MultilabelStatScores
 
-        if not answers and outputs > _MOST_CLASSES:
-            raise DataError(
-                f"{where}: f1 and balanced-accuracy are taken of up to {_MOST_CLASSES:,} classes, and there are "
-                f"{outputs:,}"
-            )
         self.answers = answers
         self.counts: Metric
         if not answers:
@@ -191,7 +193,7 @@ class _Ranks(_State):
     It goes by the order of all samples, so that every score is kept: four bytes for each sample and output.
     """
 
-    def __init__(self, answers: bool, outputs: int, where: str) -> None:
+    def __init__(self, answers: bool, outputs: int) -> None:
         self.answers = answers
         self.scores: list[Tensor] = []
         self.targets: list[Tensor] = []

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ewc_finetune.errors import DataError, NonFiniteError, UsageError, few, first_line
+from ewc_finetune.errors import DataError, EwcError, NonFiniteError, UsageError, few, first_line
 from ewc_finetune.likelihood.base import IGNORED, Likelihood
 from ewc_finetune.likelihood.bernoulli import Bernoulli
 from ewc_finetune.likelihood.categorical import Categorical, PerToken
@@ -86,33 +86,32 @@ class Objective:
     def _mean(self, likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
         """Sum the losses of all answers, by the number of samples: however they are batched, each counts alike."""
         samples = len(outputs)
-        weights = None
+        weights, smoothing = None, self.label_smoothing
         if self.class_weights is not None:
-            weights = torch.tensor(self.class_weights, dtype=torch.float32, device=outputs.device)
-            weights, _ = likelihood.counting(weights, targets)
+            weights, _ = likelihood.counting(torch.tensor(self.class_weights, dtype=torch.float64), targets)
         outputs, targets = likelihood.rows(outputs, targets)
         outputs = wide(outputs)
+        weights = None if weights is None else weights.to(outputs)
         if likelihood.name == Bernoulli.name:
             yes, no = (_focused(functional.logsigmoid(sign * outputs), self.focal) for sign in (1, -1))
             y = targets.to(outputs)
             return (y * yes + (1 - y) * no).sum() / samples
+        targets = targets.to(outputs) if targets.is_floating_point() else targets
+        if self.focal == 0:
+            total = functional.cross_entropy(outputs, targets, weights, reduction="sum", label_smoothing=smoothing)
+            return total / samples
         # The loss of every class, if it were the label.
-        each = _focused(outputs.log_softmax(dim=-1), self.focal)
-        if weights is not None:
-            each = each * weights.to(each)
-        if targets.is_floating_point():
-            total = (targets.to(each) * each).sum()
-        else:
-            total = each.gather(-1, targets[:, None]).sum()
-        if self.label_smoothing:
-            total = (1 - self.label_smoothing) * total + self.label_smoothing * each.mean(dim=-1).sum()
+        each = _focused(outputs.log_softmax(dim=1), self.focal)
+        each = each if weights is None else each * weights
+        soft = targets.is_floating_point()
+        total = (targets * each).sum() if soft else each.gather(1, targets[:, None]).sum()
+        if smoothing:
+            total = (1 - smoothing) * total + smoothing * each.mean(dim=1).sum()
         return total / samples
 
 
 def _focused(log_p: Tensor, gamma: float) -> Tensor:
     """Return `-(1 - p)^gamma log p`."""
-    if gamma == 0:
-        return -log_p
     # Where p rounds to 1, a root of 0 would have no gradient.
     return -(-log_p.expm1()).clamp(min=torch.finfo(log_p.dtype).tiny).pow(gamma) * log_p
 
@@ -127,14 +126,15 @@ class _Checked:
         """Return what it gives for the outputs that count, in float32 or wider.
 
         Raises:
-            UsageError: if it fails, or gives no scalar with a gradient.
+            EwcError: if it fails.
+            UsageError: if it gives no scalar with a gradient.
             NonFiniteError: if the first one, or its gradient, is not finite.
         """
         outputs, targets = self.likelihood.counting(wide(outputs), targets)
         try:
             loss: Any = self.function(outputs, targets)
         except Exception as error:
-            raise UsageError(
+            raise EwcError(
                 f"the loss {self.name} failed with {type(error).__name__}: {first_line(error)}. It was given "
                 f"{_kind('outputs', outputs)} and {_kind('targets', targets)}"
             ) from error

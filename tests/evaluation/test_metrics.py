@@ -143,8 +143,9 @@ def test_only_what_counts_counts():
     assert found == measured(OF_CLASSES, "categorical", single[:, [1, 3]], labels // 2)
     soft = 0.9 * nn.functional.one_hot(labels, 4) + 0.025
     assert measured(OF_CLASSES, "categorical", single, soft) == measured(OF_CLASSES, "categorical", single, labels)
-    with pytest.raises(DataError, match="of up to 4,096 classes, and there are 5,000"):
-        measured(["f1"], "categorical", torch.zeros(1, 5000), torch.tensor([0]))
+    for name in ("f1", "auc"):
+        with pytest.raises(DataError, match=f"of up to 4,096 classes, and there are 5,000; leave {name} out"):
+            measured([name], "categorical", torch.zeros(1, 5000), torch.tensor([0]))
 
 
 def test_what_does_not_suit_is_refused(monkeypatch, ewc_ft):
@@ -157,6 +158,8 @@ def test_what_does_not_suit_is_refused(monkeypatch, ewc_ft):
                 check_metrics([name], likelihood)
     with pytest.raises(UsageError, match="metric is 'f2'. Known: auc, balanced-accuracy, f1"):
         check_metrics(["f2"], "categorical")
+    with pytest.raises(UsageError, match="metrics is 'f1'; expected a list of names"):
+        check_metrics("f1", "categorical")
     model = trained(Small(), torch.float32)
     with pytest.raises(UsageError, match="which has f1, balanced-accuracy, auc"):
         ewc.evaluate(model, blobs(), metrics=["r2"])
