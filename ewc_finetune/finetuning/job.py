@@ -167,8 +167,9 @@ def _loss(plan: Plan, new: BoundDomain) -> Loss:
         with random_state_kept(plan.device):
             walk = domain.batches(plan.schedule.batch_size)
             labels = [part for _, part in walk if part is not None] if domain.labels is None else [domain.labels]
-        for part in labels:
-            new.likelihood.check_targets(part, new.outputs, domain.name)
+        for part in labels:  # of batches with any number of tokens
+            shape = new.outputs if part.is_floating_point() else (*part.shape[1:], classes)
+            new.likelihood.check_targets(part, shape, domain.name)
         weights = balanced(labels, classes, domain.name)
         objective = replace(objective, class_weights=weights)
     return objective.bound(new.likelihood, classes)

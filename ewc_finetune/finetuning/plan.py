@@ -158,7 +158,8 @@ def plan(options: FinetuneOptions, opened: LoadedModel | None = None) -> Plan:
             aim = aim_of(options, names, anchors)
     mistakes.check()
     schedule = replace(options, norm_stats=options.norm_stats or ("update" if fresh else "frozen"))
-    facts = {"read": domain.read_singly, "normalised": bool(normalisation_layers(start.model))}
+    layers = normalisation_layers(start.model)
+    facts = {"read": domain.read_singly, "normalised": bool(layers), "scored": bool(scored)}
     say_idle(options, FINETUNE, facts, progress)
     start = informed(start, anchors)
     return Plan(

@@ -1,5 +1,6 @@
 """Losses of training as a user asks for them: from the shell, from files, and from Python."""
 
+import copy
 import json
 import sys
 
@@ -137,6 +138,30 @@ def test_balanced_by_labels_that_must_be_read():
         ewc.finetune(model(), DataLoader(data, 10), **options)
     with pytest.raises(UsageError, match="there are 2 class weights, and the model has 3 outputs"):
         ewc.finetune(model(), data, **{**options, "class_weights": [1.0, 2.0]})
+
+
+class Tokens(nn.Module):
+    """As many logits for each token as it has classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(1, 3)
+
+    def forward(self, inputs):
+        return self.head(inputs[..., None])
+
+
+def test_balanced_over_tokens_of_batches_with_any_number_of_them():
+    lengths = (2, 5, 3)
+    labels = [torch.tensor(([0, 1, 2, -100, 0] * 2)[:length]) for length in lengths]
+    samples = Listed([(torch.ones(n), part) for n, part in zip(lengths, labels, strict=True)])
+    options = {"likelihood": "per-token", "epochs": 1, "eval_on": [], "batch_size": 1}
+    torch.manual_seed(0)
+    start = Tokens()
+    counted = ewc.finetune(copy.deepcopy(start), samples, class_weights="balanced", **options)
+    given = ewc.finetune(start, samples, class_weights=[3 / 4, 1, 3 / 2], **options)
+    for one, other in zip(counted.model.parameters(), given.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_accumulated_batches_are_one_batch_whatever_the_weights():
