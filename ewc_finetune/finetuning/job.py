@@ -87,8 +87,8 @@ def ready(plan: Plan, strengths: Sequence[float] | None, progress: Progress) -> 
         contextlib.ExitStack() as undoing,
     ):
         job = _matched(plan, plan.strengths if strengths is None else strengths, undoing, progress)
-        unknown: list[float | None] = [None] * len(plan.anchors)
-        held = list(zip(plan.anchors, strengths or unknown, strict=True))
+        known: Sequence[float | None] = [None] * len(plan.anchors) if strengths is None else strengths
+        held = list(zip(plan.anchors, known, strict=True))
         say(progress, job.start, held, job.penalty, job.rehearsal, plan.schedule, plan.fresh)
         if str(plan.objective):
             progress.note(
