@@ -1,5 +1,9 @@
 """One tree of exceptions, each with the exit code that the command line ends with.
 
+It is 2 where the words of a command are wrong, so that it can never do as it stands: no such option, kind of data,
+column or architecture, a value that cannot be, words that contradict each other. It is 1 where the words may be right,
+and a file, a device or the network is not as they need it, or the work fails.
+
 A message says what is wrong, where, what was expected, and what to do about it.
 """
 
@@ -10,6 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 # The most things of one kind that a message names.
 _NAMED = 4
+# The most words that a message lists which offers all that are known, and how many it names of more.
+_LISTED = 30
+_NEAREST = 5
 # The shape of a token of the Hugging Face Hub.
 _TOKEN = re.compile(r"\b(hf_(?:oauth_|jwt_)?|api_org_)[A-Za-z0-9]{20,}[\w.-]*")
 
@@ -37,7 +44,7 @@ class EwcError(Exception):
 
 
 class UsageError(EwcError):
-    """An argument that can never be right, whatever the files hold; exit code 2."""
+    """Words of a command, or arguments of a function, that are wrong; exit code 2."""
 
     exit_code = 2
 
@@ -85,6 +92,10 @@ class ArchitectureError(EwcError):
     """An architecture that cannot be found, built, or made to fit the weights."""
 
 
+class WrongArchitectureError(ArchitectureError, UsageError):
+    """An architecture whose name or options there are not, as somebody typed it; exit code 2."""
+
+
 class AnchorError(EwcError):
     """An anchor file that is missing, damaged, of another format, or of no use."""
 
@@ -120,6 +131,10 @@ class StorageError(EwcError):
     """A file or folder that cannot be written: in the way, forbidden, or the disk is full."""
 
 
+class PathClashError(StorageError, UsageError):
+    """An output that is to be written over an input or over another output; exit code 2."""
+
+
 class OccupiedError(StorageError):
     """A place that was taken by another file while what was to be there was made, which is kept elsewhere."""
 
@@ -130,7 +145,11 @@ def first_line(error: BaseException) -> str:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """Say which known word was probably meant, and list them all; for the end of an error message."""
+    """Say which known word was probably meant, and list them all, or of many the nearest; for the end of a message."""
     choices = sorted(known)
     near = difflib.get_close_matches(word, choices, n=1)
-    return (f"Did you mean {near[0]!r}? " if near else "") + f"Known: {', '.join(choices)}"
+    if len(choices) <= _LISTED:
+        listed = f"Known: {', '.join(choices)}"
+    else:
+        listed = f"The nearest of {len(choices)}: {', '.join(difflib.get_close_matches(word, choices, _NEAREST, 0))}"
+    return (f"Did you mean {near[0]!r}? " if near else "") + listed

@@ -18,6 +18,8 @@ from torch.utils.data import TensorDataset
 
 import ewc_finetune as ewc
 from ewc_finetune.cli import main
+from ewc_finetune.cli.command import Command
+from ewc_finetune.cli.grouped_help import full_help
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -103,4 +105,6 @@ def test_help(monkeypatch):
     for name in main.list_commands(context):
         command = main.get_command(context, name)
         said.append(command.get_help(click.Context(command, context, name, **wide)))
+        if isinstance(command, Command):
+            said.append(full_help(click.Context(command, None, f"ewc-ft {name}", **wide)))
     check("help.txt", "\n\n".join(said) + "\n")

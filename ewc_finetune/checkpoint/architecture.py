@@ -1,8 +1,9 @@
-"""Architectures by name: `mlp`, `cnn`, `torchvision:resnet18`, `package.module:Class?width=256`."""
+"""Architectures by name: `mlp`, `cnn`, `torchvision:resnet18`, `timm:resnet18`, `package.module:Class?width=256`."""
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,20 +12,24 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ewc_finetune.checkpoint import builtin_models as models
-from ewc_finetune.errors import ArchitectureError, suggest
+from ewc_finetune.errors import ArchitectureError, UsageError, WrongArchitectureError, suggest
 from ewc_finetune.specs.importing import find, find_own, value_of, working_directory_on_path
 from ewc_finetune.specs.query import Address, parse
 
 BUILTIN: dict[str, type[nn.Module]] = {"mlp": models.MLP, "cnn": models.CNN}
 TRANSFORMERS = "transformers:"
-FORMS = "mlp, cnn, torchvision:NAME or package.module:Class (keyword arguments behind a ?)"
+TORCHVISION = "torchvision:"
+TIMM = "timm:"
+FORMS = "mlp, cnn, torchvision:NAME, timm:NAME or package.module:Class (keyword arguments behind a ?)"
+# Arguments with which timm would read or fetch weights.
+_OF_WEIGHTS = ("pretrained", "checkpoint_path", "cache_dir")
 
 
 def looks_like_architecture(text: str) -> bool:
     """Whether the text has the form of an architecture rather than that of a path."""
     head = text.partition("?")[0]
     module, colon, name = head.partition(":")
-    return head in BUILTIN or bool(colon and name.isidentifier() and all(p.isidentifier() for p in module.split(".")))
+    return head in BUILTIN or bool(colon and all(p.isidentifier() for p in (*module.split("."), *name.split("."))))
 
 
 def build(text: str, *, trusted: bool, note: Callable[[str], None] | None = None) -> nn.Module:
@@ -35,15 +40,25 @@ def build(text: str, *, trusted: bool, note: Callable[[str], None] | None = None
 
     Args:
         text: The architecture.
-        trusted: Whether the user named it. One that was read from a file may only name subclasses of `torch.nn.Module`
-            that are defined in a module of the user's own (`importing.find_own`): a file from a stranger shall neither
-            import what it likes nor call what it likes.
+        trusted: Whether the user named it. One that was read from a file may only name subclasses of `torch.nn.Module`,
+            or class methods of one (`Net.from_name`), that are defined in a module of the user's own
+            (`importing.find_own`): a file from a stranger shall neither import what it likes nor call what it likes.
         note: Told what is imported for one that was read from a file.
 
     Raises:
         UsageError: if the text is no address.
+        WrongArchitectureError: if the user named what there is not, or options that it does not have.
         ArchitectureError: if it cannot be found, called, or is no module.
     """
+    try:
+        return _built(text, trusted, note)
+    except UsageError as error:
+        if trusted:
+            raise
+        raise ArchitectureError(str(error)) from error  # nobody typed it
+
+
+def _built(text: str, trusted: bool, note: Callable[[str], None] | None) -> nn.Module:
     address = parse(text)
     with working_directory_on_path(first=trusted):
         factory = _find(address, trusted, note)
@@ -55,7 +70,9 @@ def build(text: str, *, trusted: bool, note: Callable[[str], None] | None = None
         except ArchitectureError:
             raise
         except Exception as error:
-            raise ArchitectureError(
+            # Our networks and torchvision's fail at nothing but what they are given.
+            wrong = ArchitectureError if names_code(text) else WrongArchitectureError
+            raise wrong(
                 f"the architecture {text} cannot be built: {type(error).__name__}: {error}. "
                 f"It is called as {address.head}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})"
             ) from error
@@ -85,9 +102,9 @@ _FILLING = {
 
 
 def names_code(text: str) -> str | None:
-    """Return the `module:name` that an architecture would import, if it is neither ours nor torchvision's."""
+    """Return the `module:name` that an architecture would import, if it is neither ours nor torchvision's or timm's."""
     head = text.strip().partition("?")[0].rstrip()
-    ours = head in BUILTIN or ":" not in head or head.startswith("torchvision:")
+    ours = head in BUILTIN or ":" not in head or head.startswith((TORCHVISION, TIMM))
     return None if ours else head
 
 
@@ -120,7 +137,7 @@ def complete(text: str, sample_shape: tuple[int, ...], num_classes: int) -> str:
             known |= {"in_channels": sample_shape[0], "image_size": sample_shape[1]}
         signature = inspect.signature(BUILTIN[address.head])
         options = {name: str(known.get(name, _text(p.default))) for name, p in signature.parameters.items()}
-    elif address.head.startswith("torchvision:"):
+    elif address.head.startswith((TORCHVISION, TIMM)):
         options = {"num_classes": str(num_classes)}
     else:
         options = {}
@@ -136,33 +153,49 @@ def with_outputs(text: str, outputs: int) -> str:
     if text.startswith(TRANSFORMERS):
         return text  # the folder's config has the number of outputs
     address = parse(text)
-    known = address.head in BUILTIN or address.head.startswith("torchvision:") or "num_classes" in address.options
-    if not known:
+    named = address.head in BUILTIN or address.head.startswith((TORCHVISION, TIMM))
+    if not (named or "num_classes" in address.options or _takes_num_classes(address)):
         raise ArchitectureError(
-            f"{text} does not say its number of outputs, so a model with {outputs} could not be built again. Give it "
-            "an argument num_classes, and name it: --arch 'package.module:Class?num_classes=N'"
+            f"{text} does not take its number of outputs, so a model with {outputs} could not be built again. Give "
+            f"{address.head} an argument num_classes"
         )
     return str(Address(address.head, {**address.options, "num_classes": str(outputs)}))
+
+
+def _takes_num_classes(address: Address) -> bool:
+    """Whether what built a model, which is imported, has an argument for its number of outputs."""
+    module, _, name = address.head.partition(":")
+    factory: Any = sys.modules.get(module)
+    for part in name.split("."):
+        factory = getattr(factory, part, None)
+    try:
+        return "num_classes" in inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def _find(address: Address, trusted: bool, note: Callable[[str], None] | None = None) -> Callable[..., object]:
     head = address.head
     if head in BUILTIN:
         return BUILTIN[head]
-    module_name, colon, name = head.partition(":")
+    _, colon, name = head.partition(":")
     if not colon:
-        raise ArchitectureError(f"no architecture is called {head!r}. {suggest(head, BUILTIN)}; otherwise {FORMS}")
-    if module_name == "torchvision":
+        raise WrongArchitectureError(f"no architecture is called {head!r}. {suggest(head, BUILTIN)}; otherwise {FORMS}")
+    if head.startswith(TORCHVISION):
         return _torchvision(name)
+    if head.startswith(TIMM):
+        return _timm(name)
     factory = (
         find(head, "architecture", ArchitectureError)
         if trusted
         else find_own(head, "architecture", "--arch", ArchitectureError, note, only_classes=True)
     )
-    is_module_class = isinstance(factory, type) and issubclass(factory, nn.Module)
-    if not is_module_class and not (trusted and callable(factory)):
+    # Of a class its own constructors count as the class does: Net.from_name.
+    owner = factory.__self__ if inspect.ismethod(factory) else factory
+    is_of_module_class = isinstance(owner, type) and issubclass(owner, nn.Module)
+    if not is_of_module_class and not (trusted and callable(factory)):
         raise ArchitectureError(
-            f"{head} is not a subclass of torch.nn.Module"
+            f"{head} is neither a subclass of torch.nn.Module nor a class method of one"
             + ("" if trusted else ", and a file may name nothing else. If you trust it, name it yourself with --arch")
         )
     return factory  # type: ignore[return-value]
@@ -172,19 +205,50 @@ def _torchvision(name: str) -> Callable[..., object]:
     from torchvision.models import get_model_builder, list_models
 
     if name not in list_models():
-        raise ArchitectureError(f"torchvision has no model {name!r}. {suggest(name, list_models())}")
+        raise WrongArchitectureError(f"torchvision has no model {name!r}. {suggest(name, list_models())}")
     builder = get_model_builder(name)
     empty = {key: None for key in ("weights", "weights_backbone") if key in inspect.signature(builder).parameters}
 
     def make(**arguments: Any) -> object:
         if any(key.startswith("weights") for key in arguments):
-            raise ArchitectureError(
-                f"torchvision:{name} takes its weights from a checkpoint, never from a download. Save the pretrained "
-                "ones with torch.save(model.state_dict(), path) and start from that file"
+            raise WrongArchitectureError(
+                f"torchvision:{name} is an architecture here, whose weights come from a checkpoint. The published ones "
+                f"are a checkpoint by themselves: --model 'torchvision:{name}?weights=DEFAULT'"
             )
         return builder(**arguments, **empty)
 
     return make
+
+
+def _timm(name: str) -> Callable[..., object]:
+    timm = require_timm()
+    if not timm.is_model(name):
+        raise WrongArchitectureError(f"timm has no model {name!r}. {suggest(name, timm.list_models())}")
+
+    def make(**arguments: Any) -> object:
+        wrong = next((key for key in arguments if key.startswith((*_OF_WEIGHTS, "weights"))), None)
+        if wrong is not None:
+            raise WrongArchitectureError(
+                f"timm:{name} is an architecture here, whose weights come from a checkpoint, and not by {wrong}. The "
+                f"published ones are a checkpoint by themselves: --model 'timm:{name}?weights=DEFAULT'"
+            )
+        return timm.create_model(name, **arguments)
+
+    return make
+
+
+def require_timm() -> Any:
+    """Import timm, of which most people need nothing.
+
+    Raises:
+        ArchitectureError: if it isn't installed, saying how it is.
+    """
+    try:
+        import timm
+        import timm.data
+    except ImportError as error:
+        raise ArchitectureError("models of timm need it; install it: pip install 'ewc-finetune[timm]'") from error
+    return timm
 
 
 def _text(value: object) -> str:

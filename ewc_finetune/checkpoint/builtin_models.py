@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ewc_finetune.errors import ArchitectureError, suggest
+from ewc_finetune.errors import WrongArchitectureError, suggest
 
 
 def check_options(head: str, arguments: Mapping[str, Any]) -> None:
@@ -19,15 +19,15 @@ def check_options(head: str, arguments: Mapping[str, Any]) -> None:
         arguments: What it is to be built with.
 
     Raises:
-        ArchitectureError: naming the option.
+        WrongArchitectureError: naming the option.
     """
     for name, value in arguments.items():
         if name not in _OPTIONS[head]:
-            raise ArchitectureError(f"{head} has no option {name!r}. {suggest(name, _OPTIONS[head])}")
+            raise WrongArchitectureError(f"{head} has no option {name!r}. {suggest(name, _OPTIONS[head])}")
         fits, expected = _OPTIONS[head][name]
         if not fits(value):
             said = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-            raise ArchitectureError(f"{head}?{name}={said}: {name} is {said!r}; expected {expected}")
+            raise WrongArchitectureError(f"{head}?{name}={said}: {name} is {said!r}; expected {expected}")
 
 
 def _is_width(value: Any) -> bool:

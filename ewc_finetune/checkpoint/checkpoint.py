@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ewc_finetune.anchor.provenance import is_head
-from ewc_finetune.data.transform import is_transform
+from ewc_finetune.data.transform import Assumption, is_transform
 from ewc_finetune.errors import CheckpointError, UsageError
 from ewc_finetune.hub.address import HubAddress
 from ewc_finetune.modules.task import ModelTask
@@ -112,6 +112,7 @@ class Checkpoint(ABC):
         address: Where on the Hub it is from, at its commit.
         task: What the model is for, where the format says; known once it is built.
         versions: Versions of the packages, beside torch, that give its tensors their names.
+        published: What is done to images for these weights, as whoever published them says.
         form: Where in the file the weights are, or behind what prefix; None for plain weights. Known once it is built.
     """
 
@@ -122,6 +123,7 @@ class Checkpoint(ABC):
     address: HubAddress | None = None
     task: ModelTask | None = None
     form: str | None = None
+    published: Assumption | None = None
     versions: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, label: str, sha256: str | None, metadata: ModelMetadata, remarks: tuple[str, ...] = ()) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ewc_finetune.checkpoint.file_format import detect
+from ewc_finetune.checkpoint.published import is_published, name_of
 from ewc_finetune.errors import HubError
 from ewc_finetune.hub.address import MODEL, HubAddress, is_address, parse_address, parse_model_name
 from ewc_finetune.hub.anchor_files import ANCHOR_FILES, HubAnchor, anchor_in, fetch_with_parts, has_anchor, is_pushed
@@ -37,12 +38,16 @@ def locate(place: str | Location) -> Location:
 
 def is_there(place: str | Location) -> bool:
     """Whether it is a checkpoint rather than an architecture: a file, a folder, or the name of one on the Hub."""
+    if is_published(place):
+        return True
     location = locate(place)
     return isinstance(location, HubAddress) or location.exists()
 
 
 def local_name(place: str | Location) -> Path:
-    """Return the path that names what is made of a model or anchor: its own; for one on the Hub, in this folder."""
+    """Return the path that names what is made of a model or anchor: its own, or one in this folder if it has none."""
+    if isinstance(place, str) and is_published(place):
+        return Path(name_of(place))
     location = locate(place)
     if isinstance(location, Path):
         return location

@@ -26,19 +26,21 @@ from ewc_finetune.checkpoint.formats.sharded import Sharded
 from ewc_finetune.checkpoint.formats.state_dict import StateDict, find_state
 from ewc_finetune.checkpoint.formats.stored_tensors import check_archive
 from ewc_finetune.checkpoint.formats.torchscript import TorchScript
+from ewc_finetune.checkpoint.formats.transformers_encoder import Encoder
 from ewc_finetune.checkpoint.formats.transformers_folder import HuggingFace, weights_file
 from ewc_finetune.checkpoint.formats.transformers_task import task_of
 from ewc_finetune.checkpoint.formats.unpickling import NoPickleError, check_pickle
 from ewc_finetune.checkpoint.formats.weights import Weights
 from ewc_finetune.checkpoint.location import Location, fetch, locate, means_model
-from ewc_finetune.checkpoint.torchvision_weights import transform_of_weights
+from ewc_finetune.checkpoint.published import find_published, is_published, transform_of_weights
 from ewc_finetune.data.transform import Assumption, Transform
-from ewc_finetune.errors import CheckpointError, first_line
+from ewc_finetune.errors import ArchitectureError, CheckpointError, first_line
 from ewc_finetune.hub.address import HubAddress
 from ewc_finetune.hub.anchor_files import peek
 from ewc_finetune.hub.repository import look_up
 from ewc_finetune.modules.devices import random_state_kept
 from ewc_finetune.modules.finite import check_model
+from ewc_finetune.modules.heads import is_headless
 from ewc_finetune.modules.task import ModelTask
 from ewc_finetune.modules.wrappers import unwrapped
 from ewc_finetune.storage.atomic import sha256
@@ -99,10 +101,12 @@ class LoadedModel:
             return Assumption(Transform.read(known), "record", shape if len(shape) == 2 else None)
         if self.fresh:
             return None
+        if self.checkpoint is not None and self.checkpoint.published is not None:
+            return self.checkpoint.published
         if self.checkpoint is not None and self.metadata.architecture and not isinstance(self.checkpoint, FromAnchor):
-            name, transform = transform_of_weights(self.metadata.architecture)
+            whose, transform = transform_of_weights(self.metadata.architecture)
             if transform is not None:
-                return Assumption(transform, "weights", whose=name)
+                return Assumption(transform, "weights", whose=whose)
         return Assumption(Transform(), "nobody")
 
     @property
@@ -124,7 +128,7 @@ class LoadedModel:
 
 
 def open_model(
-    model: str | Path | nn.Module, architecture: str | None = None, *, trust_code: bool = False
+    model: str | Path | nn.Module, architecture: str | None = None, *, trust_code: bool = False, new_head: bool = False
 ) -> LoadedModel:
     """Open a checkpoint (or the one within an anchor), or take a module as it is.
 
@@ -133,6 +137,7 @@ def open_model(
         architecture: What to build for them; what the file carries, or the weights show, unless given. For a module it
             is only recorded.
         trust_code: Whether code in the file may run.
+        new_head: Whether it is to be given a new head, so that an encoder of transformers has none yet.
 
     Raises:
         CheckpointError, ArchitectureError, AnchorError, NonFiniteError: see `load_checkpoint` and `Checkpoint.build`.
@@ -142,7 +147,16 @@ def open_model(
         check_model(model, "the model's ")
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         return LoadedModel(model, type(model).__name__, ModelMetadata(architecture=architecture, frozen=frozen))
-    return open_checkpoint(load_checkpoint(model, trust_code=trust_code), architecture)
+    checkpoint = load_checkpoint(model, trust_code=trust_code)
+    if new_head and isinstance(checkpoint, HuggingFace) and not checkpoint.classifies:
+        checkpoint = Encoder(checkpoint)
+    loaded = open_checkpoint(checkpoint, architecture)
+    if is_headless(loaded.model) and not new_head:
+        raise ArchitectureError(
+            f"{loaded.label} is a {type(loaded.model).__name__} without classes, whose outputs are no predictions. "
+            "ewc-ft finetune --head new makes a classifier of it"
+        )
+    return loaded
 
 
 def open_checkpoint(checkpoint: Checkpoint, architecture: str | None = None) -> LoadedModel:
@@ -167,7 +181,8 @@ def load_checkpoint(place: str | Location, *, trust_code: bool = False) -> Check
 
     Args:
         place: The file, the index of a sharded one, a model folder of transformers, `hf:org/name` for such a folder on
-            the Hub, or `hf://org/name[@revision][/file]` for a file there or the repository's anchor.
+            the Hub, or `hf://org/name[@revision][/file]` for a file there or the repository's anchor, or published
+            weights (`torchvision:resnet18?weights=DEFAULT`).
         trust_code: Whether code in the file may run: a pickled module's, or that of a program which may do more than
             compute. None runs otherwise.
 
@@ -176,6 +191,8 @@ def load_checkpoint(place: str | Location, *, trust_code: bool = False) -> Check
         AnchorError: if it is an anchor that is damaged, or has weights without their program.
         HubError: if it cannot be had from the Hub.
     """
+    if isinstance(place, str) and is_published(place):
+        return _load_published(place)
     location = locate(place)
     if isinstance(location, Path):
         checkpoint = _load_path(location, trust_code, str(location))
@@ -192,6 +209,15 @@ def load_checkpoint(place: str | Location, *, trust_code: bool = False) -> Check
         checkpoint.label, checkpoint.address = str(address), address
         checkpoint.remarks += repository.remarks
     checkpoint.path = path
+    return checkpoint
+
+
+def _load_published(text: str) -> Checkpoint:
+    known = find_published(text)
+    checkpoint = load_checkpoint(known.fetch())
+    checkpoint.metadata = replace(checkpoint.metadata, architecture=known.architecture)
+    if known.transform is not None:
+        checkpoint.published = Assumption(known.transform, "weights", whose=known.whose)
     return checkpoint
 
 
@@ -253,6 +279,8 @@ def _load_folder(folder: Path, label: str) -> HuggingFace:
 
 def ending_of(place: str | Location) -> str:
     """Return how files end that are in the format of this one, or of what an anchor was made from."""
+    if isinstance(place, str) and is_published(place):
+        place = find_published(place).place
     location = locate(place)
     if isinstance(location, HubAddress):
         if location.is_model or means_model(repository := look_up(location)):

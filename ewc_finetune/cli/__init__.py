@@ -6,6 +6,7 @@ import click
 
 from ewc_finetune._version import __version__
 from ewc_finetune.choices import OLD_WORDS
+from ewc_finetune.cli.command import Commands
 from ewc_finetune.cli.completion import completion
 from ewc_finetune.cli.consolidate import consolidate
 from ewc_finetune.cli.evaluate import evaluate
@@ -25,7 +26,7 @@ _SETTINGS = {
 }
 
 
-@click.group(context_settings=_SETTINGS)
+@click.group(cls=Commands, context_settings=_SETTINGS)
 @click.version_option(__version__, prog_name="ewc-ft")
 def main() -> None:
     """Adapt a deployed model to a new domain without losing the old one.

@@ -10,8 +10,9 @@ import click
 
 from ewc_finetune.choices import OLD_WORDS
 from ewc_finetune.cli.declared import DeclaredOption
-from ewc_finetune.cli.printable import printable
-from ewc_finetune.errors import EwcError, UsageError
+from ewc_finetune.cli.grouped_help import plain_option
+from ewc_finetune.errors import UsageError
+from ewc_finetune.specs.groups import Group
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -26,8 +27,10 @@ def config_option(of_run: Callable[[MutableMapping[str, Any]], None] | None = No
         if value is not None:
             _take(context, Path(value), of_run)
 
-    return click.option(
+    return plain_option(
         "--config",
+        group=Group.OUTPUT,
+        main=False,
         type=click.Path(),
         metavar="FILE",
         is_eager=True,
@@ -54,15 +57,11 @@ def _take(context: click.Context, path: Path, of_run: Callable[[MutableMapping[s
     options = {n: o for n, o in params.items() if isinstance(o, DeclaredOption) and o.declared.filed}
     never = {*params, *OLD_WORDS, "help", "resume"} - {*options}
     known: dict[str, Any] = {}
-    try:
-        said = read_config(path, options, never)
-        if of_run is not None and (path.is_dir() or path.name == "run.json"):
-            of_run(said)
-        for name, value in said.items():
-            known[options[name].name or name] = _value(options[name], value, f"{path}: {name}")
-    except EwcError as error:
-        click.echo(f"Error: {printable(error)}", err=True)
-        context.exit(error.exit_code)
+    said = read_config(path, options, never)
+    if of_run is not None and (path.is_dir() or path.name == "run.json"):
+        of_run(said)
+    for name, value in said.items():
+        known[options[name].name or name] = _value(options[name], value, f"{path}: {name}")
     context.default_map = {**(context.default_map or {}), **known}
     context.meta[_PATHS] = {**context.meta.get(_PATHS, {}), **dict.fromkeys(known, path)}
 

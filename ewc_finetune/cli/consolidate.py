@@ -38,7 +38,7 @@ def consolidate(model: str, data: str, output: str | None, dry_run: bool, printe
 
     options["output"] = output or default_output(model)
     if dry_run:
-        printer.document(estimate(run, model, data, progress=printer, **options))
+        printer.document(estimate(run, model, data, progress=printer, **options), "dry-run")
         return
     anchor = run(model, data, progress=printer, **options)
     origin = anchor.provenance

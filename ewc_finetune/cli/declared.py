@@ -8,19 +8,21 @@ from typing import Any, TypeVar
 
 import click
 
+from ewc_finetune.cli.grouped_help import GroupedOption
 from ewc_finetune.errors import UsageError
-from ewc_finetune.specs.options import Option, declared, spoken
+from ewc_finetune.specs.groups import Group
+from ewc_finetune.specs.options import Option, declared, group_of, spoken
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _NUMBERS = {"int": click.INT, "float": click.FLOAT}
 
 
-class DeclaredOption(click.Option):
+class DeclaredOption(GroupedOption):
     """An option that knows how it was declared."""
 
     def __init__(self, *arguments: Any, declared: Option, **more: Any) -> None:
-        super().__init__(*arguments, **more)
+        super().__init__(*arguments, main=declared.main, **more)
         self.declared = declared
 
 
@@ -35,22 +37,21 @@ def options_from(options: Any, but: Collection[str] = ()) -> Callable[[F], F]:
     def added(function: F) -> F:
         for one, known in reversed([*declared(options)]):
             if known.help is not None and one.name not in but:
-                function = _made(one, known, spoken(options, one.name))(function)
+                function = _made(one, known, spoken(options, one.name), group_of(options, one.name))(function)
         return function
 
     return added
 
 
-def _made(one: Field[Any], known: Option, name: str) -> Callable[[F], F]:
+def _made(one: Field[Any], known: Option, name: str, group: Group) -> Callable[[F], F]:
     """Return what adds one option."""
+    known_as: dict[str, Any] = {"cls": DeclaredOption, "declared": known, "group": group}
     names = [f"--{name}", *([f"-{known.short}"] if known.short else []), one.name]
     told = f"{known.help}  [default: {known.unless}]" if known.unless else known.help
     if str(one.type).startswith("bool"):
         flag = names if one.default is False else [f"--{name}/--no-{name}", one.name]
         shown = one.default is True and known.unless is None
-        return click.option(
-            *flag, cls=DeclaredOption, declared=known, is_flag=True, default=one.default, show_default=shown, help=told
-        )
+        return click.option(*flag, **known_as, is_flag=True, default=one.default, show_default=shown, help=told)
     many = known.many or known.once
     default = None if one.default is MISSING else one.default
     if isinstance(default, float) and default.is_integer():
@@ -59,8 +60,7 @@ def _made(one: Field[Any], known: Option, name: str) -> Callable[[F], F]:
     unless: dict[str, Any] = {} if known.required else {"default": None if many else default}
     return click.option(
         *names,
-        cls=DeclaredOption,
-        declared=known,
+        **known_as,
         type=_type(one, known),
         multiple=many,
         required=known.required,

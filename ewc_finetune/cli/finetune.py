@@ -9,9 +9,11 @@ import click
 from ewc_finetune.cli.command import Command
 from ewc_finetune.cli.config import config_option, resumed
 from ewc_finetune.cli.declared import options_from
+from ewc_finetune.cli.grouped_help import plain_option
 from ewc_finetune.cli.options import dry_run_option, printing_options
 from ewc_finetune.errors import counted
 from ewc_finetune.finetuning.options import FinetuneOptions
+from ewc_finetune.specs.groups import Group
 
 if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
@@ -19,8 +21,10 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command, short_help="Adapt a model to new data under the penalty of its anchors.")
 @options_from(FinetuneOptions)
-@click.option(
+@plain_option(
     "--resume",
+    group=Group.OUTPUT,
+    main=False,
     type=click.Path(file_okay=False),
     metavar="RUN",
     is_eager=True,
@@ -42,7 +46,7 @@ def finetune(model: str | None, data: str, output: str | None, dry_run: bool, pr
 
     options["output"] = output or default_output(model, options["anchors"], data)
     if dry_run:
-        printer.document(estimate(run, model, data, progress=printer, **options))
+        printer.document(estimate(run, model, data, progress=printer, **options), "dry-run")
         return
     done = run(model, data, progress=printer, **options)
     for headers, rows in done.tables():

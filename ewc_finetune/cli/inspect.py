@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 import click
 
 from ewc_finetune.cli.command import Command
+from ewc_finetune.cli.grouped_help import plain_option
 from ewc_finetune.cli.options import printing_options, trust_option
 from ewc_finetune.errors import UsageError
+from ewc_finetune.specs.groups import Group
 
 if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
@@ -16,12 +18,20 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command, short_help="Say what is in FILE, and where it came from.")
 @click.argument("file", type=click.Path())
-@click.option(
-    "--plot", type=click.Path(dir_okay=False), help="Draw the importance of each layer: a .png, .pdf or .svg."
+@plain_option(
+    "--verify",
+    group=Group.MODEL,
+    is_flag=True,
+    help="Read all of it, and compare it with the checksums that it has.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace that file if it exists.")
-@click.option("--verify", is_flag=True, help="Read all of it, and compare it with the checksums that it has.")
-@click.option("--arch", metavar="ARCH", help="Of a checkpoint: what its weights are of.")
+@plain_option("--arch", group=Group.MODEL, metavar="ARCH", help="Of a checkpoint: what its weights are of.")
+@plain_option(
+    "--plot",
+    group=Group.OUTPUT,
+    type=click.Path(dir_okay=False),
+    help="Draw the importance of each layer: a .png, .pdf or .svg.",
+)
+@plain_option("--overwrite", group=Group.OUTPUT, is_flag=True, help="Replace that file if it exists.")
 @trust_option
 @printing_options
 def inspect(
@@ -39,7 +49,9 @@ def inspect(
     if not is_anchor(file):
         if plot is not None:
             raise UsageError(f"{file} is a checkpoint, which has no importance to draw; --plot is for anchors")
-        printer.document(inspect_checkpoint(file, architecture=arch, trust_code=trust_code, verify=verify))
+        printer.document(
+            inspect_checkpoint(file, architecture=arch, trust_code=trust_code, verify=verify), "inspect-checkpoint"
+        )
         return
     if arch is not None or trust_code:
         raise UsageError(f"{file} is an anchor; --arch and --trust-code are for checkpoints")
@@ -49,4 +61,4 @@ def inspect(
     layer_table(printer, inspection.provenance)
     if plot is not None:
         printer.note(f"{plot}: the importance of each layer")
-    printer.result(inspection.to_json())
+    printer.result(inspection.to_json(), "inspect-anchor")

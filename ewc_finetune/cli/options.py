@@ -1,19 +1,22 @@
-"""Options that several commands have."""
+"""Options that several commands have, and only on the command line."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import click
+from ewc_finetune.cli.grouped_help import plain_option
+from ewc_finetune.specs.groups import Group
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def trust_option(function: F) -> F:
     """Add the option of every command that opens a checkpoint."""
-    return click.option(
+    return plain_option(
         "--trust-code",
+        group=Group.COMPUTING,
+        main=False,
         is_flag=True,
         help="Let code in the checkpoint run (a pickled module): only for files whose maker you know and trust.",
     )(function)
@@ -21,8 +24,9 @@ def trust_option(function: F) -> F:
 
 def dry_run_option(function: F) -> F:
     """Add the option of every command whose work takes long."""
-    return click.option(
+    return plain_option(
         "--dry-run",
+        group=Group.OUTPUT,
         is_flag=True,
         help="Check everything, try a few batches, say what time and memory the run needs and what it writes; write "
         "nothing.",
@@ -31,11 +35,13 @@ def dry_run_option(function: F) -> F:
 
 def printing_options(function: F) -> F:
     """Add the options that every command has."""
-    for option in (
-        click.option("--debug", is_flag=True, help="Show the traceback of an error."),
-        click.option("--quiet", is_flag=True, help="Print nothing but errors."),
-        click.option("--verbose", is_flag=True, help="Print every line of the log, and what else there is to know."),
-        click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout."),
-    ):
-        function = option(function)
+    told = {
+        "debug": "Show the traceback of an error.",
+        "quiet": "Print nothing but errors.",
+        "verbose": "Print every line of the log, and what else there is to know.",
+        "json": "Print one JSON document on stdout, of errors too.",
+    }
+    for name, text in told.items():
+        names = (f"--{name}", "as_json") if name == "json" else (f"--{name}",)
+        function = plain_option(*names, group=Group.MESSAGES, main=False, is_flag=True, help=text)(function)
     return function

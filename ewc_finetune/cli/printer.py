@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 import warnings
@@ -14,6 +13,7 @@ import click
 from tqdm import tqdm
 
 from ewc_finetune.cli.printable import printable
+from ewc_finetune.cli.result import print_result
 from ewc_finetune.progress import Bar
 
 _SECONDS_BETWEEN_LINES = 60.0
@@ -37,12 +37,14 @@ class Printer:
         quiet: Draw nothing.
         verbose: Print the details too.
         as_json: Print the result on stdout as JSON too.
+        command: The command's name.
     """
 
-    def __init__(self, quiet: bool, verbose: bool, as_json: bool) -> None:
+    def __init__(self, quiet: bool, verbose: bool, as_json: bool, command: str = "") -> None:
         self.quiet = quiet
         self.verbose = verbose
         self.as_json = as_json
+        self.command = command
 
     def note(self, message: str) -> None:
         """Print one remark, above any bar."""
@@ -84,15 +86,20 @@ class Printer:
         for name, value in facts:
             self.note(f"{name:<15}{value}")
 
-    def document(self, result: Document) -> None:
+    def document(self, result: Document, kind: str) -> None:
         """Print facts for people, and all that was found for machines."""
         self.facts(result.facts)
-        self.result(result.to_json())
+        self.result(result.to_json(), kind)
 
-    def result(self, document: Any) -> None:
-        """Print the result for machines, where they asked for it."""
+    def result(self, document: dict[str, Any], kind: str | None = None) -> None:
+        """Print the result for machines, where they asked for it.
+
+        Args:
+            document: What was found.
+            kind: What kind of document that is (`result.VERSIONS`); called as the command unless given.
+        """
         if self.as_json:
-            click.echo(json.dumps(document, indent=2, default=str))
+            print_result(kind or self.command, self.command, document)
 
 
 def _notebook_bars() -> Any:

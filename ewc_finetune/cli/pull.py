@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import click
 
 from ewc_finetune.cli.command import Command
+from ewc_finetune.cli.grouped_help import plain_option
 from ewc_finetune.cli.options import printing_options
+from ewc_finetune.specs.groups import Group
 
 if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
@@ -15,13 +17,14 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command, short_help="Fetch an anchor from the Hugging Face Hub for good.")
 @click.argument("place", metavar="hf://ORG/NAME[@REVISION][/FILE]")
-@click.option(
+@plain_option(
     "--output",
     "-o",
     type=click.Path(dir_okay=False),
+    group=Group.OUTPUT,
     help="The anchor.  [default: NAME.anchor.safetensors in this folder]",
 )
-@click.option("--overwrite", is_flag=True, help="Replace the output if it exists.")
+@plain_option("--overwrite", group=Group.OUTPUT, is_flag=True, help="Replace the output if it exists.")
 @printing_options
 def pull(place: str, output: str | None, overwrite: bool, printer: Printer) -> None:
     """Fetch an anchor from the Hugging Face Hub for good.

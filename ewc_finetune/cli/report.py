@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import click
 
 from ewc_finetune.cli.command import Command
+from ewc_finetune.cli.grouped_help import plain_option
 from ewc_finetune.cli.options import printing_options
+from ewc_finetune.specs.groups import Group
 
 if TYPE_CHECKING:
     from ewc_finetune.cli.printer import Printer
@@ -15,15 +17,18 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command, short_help="Say what came of RUN on one page of HTML.")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path())
-@click.option(
+@plain_option(
     "--output",
     "-o",
     type=click.Path(dir_okay=False),
+    group=Group.OUTPUT,
     help="The page.  [default: report.html in the run folder, in the folder that holds several, or beside those named; "
     "there an earlier report is replaced]",
 )
-@click.option("--overwrite", is_flag=True, help="Replace any other file that is there.")
-@click.option("--title", metavar="TEXT", help="Of the page.  [default: what was learned, and what from]")
+@plain_option("--overwrite", group=Group.OUTPUT, is_flag=True, help="Replace any other file that is there.")
+@plain_option(
+    "--title", group=Group.OUTPUT, metavar="TEXT", help="Of the page.  [default: what was learned, and what from]"
+)
 @printing_options
 def report(runs: tuple[str, ...], output: str | None, overwrite: bool, title: str | None, printer: Printer) -> None:
     """Say what came of RUN on one page of HTML, which fetches and runs nothing.

@@ -48,7 +48,7 @@ def sweep(model: str | None, data: str, output: str | None, dry_run: bool, print
     as_stacks(anchors, Silent())
     options["output"] = output or default_folder(model, anchors[0], data)
     if dry_run:
-        printer.document(estimate(run, model, data, progress=printer, **options))
+        printer.document(estimate(run, model, data, progress=printer, **options), "dry-run")
         return
     done = run(model, data, progress=printer, **options)
     printer.table(done.tradeoff.headers(), done.tradeoff.lines())

@@ -30,6 +30,7 @@ from ewc_finetune.curvature.fisher import Fisher, compute_fisher
 from ewc_finetune.curvature.importance import importance_by_layer
 from ewc_finetune.curvature.kronecker_factors import check_rank
 from ewc_finetune.curvature.options import ConsolidateOptions
+from ewc_finetune.data.augmentation import refuse_augmented
 from ewc_finetune.data.domain import Domain, Fingerprint
 from ewc_finetune.data.input_spec import feed
 from ewc_finetune.data.sources import resolve_domain
@@ -122,6 +123,7 @@ def plan(options: ConsolidateOptions, opened: LoadedModel | None = None) -> Cons
         device = choose_device(options.device)
     with mistakes.noted():
         domain = resolve_domain(options.data, "train", options.data_dir)
+        refuse_augmented(domain, "consolidate")
     with mistakes.noted():
         loaded = opened or open_model(model, architecture, trust_code=options.trust_code)
         excluded = _excluded(loaded.model, options.exclude)
@@ -131,8 +133,8 @@ def plan(options: ConsolidateOptions, opened: LoadedModel | None = None) -> Cons
         progress.note(remark)
     if not isinstance(model, nn.Module) and architecture is not None and not builds_by_itself(architecture):
         progress.note(
-            f"{architecture} is no subclass of torch.nn.Module in a module of your own, and a file may name nothing "
-            "else: give --arch again with the anchor"
+            f"{architecture} is neither a subclass of torch.nn.Module in a module of your own nor a class method of "
+            "one, and a file may name nothing else: give --arch again with the anchor"
         )
     if options.samples == "auto" and not domain.indexable:
         progress.note(f"{domain.name} comes in an order of its own, in which --samples auto takes it")

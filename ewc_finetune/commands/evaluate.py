@@ -11,6 +11,7 @@ import torch
 from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.anchor.heads import with_head_of
 from ewc_finetune.checkpoint.open import LoadedModel, open_model
+from ewc_finetune.data.augmentation import refuse_augmented
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.sources import resolve_domains
 from ewc_finetune.evaluation.bound_domain import bind
@@ -76,7 +77,10 @@ def plan(options: EvaluateOptions) -> EvaluationPlan:
     device = choose_device(options.device)
     rule = get_likelihood(options.likelihood or loaded.likelihood)
     check_metrics(options.metrics, rule.name)
-    return EvaluationPlan(options, loaded, resolve_domains(options.data, "test", options.data_dir), rule, device)
+    domains = resolve_domains(options.data, "test", options.data_dir)
+    for domain in domains:
+        refuse_augmented(domain, "evaluate")
+    return EvaluationPlan(options, loaded, domains, rule, device)
 
 
 def run(todo: EvaluationPlan) -> Evaluation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ewc_finetune.choices import (
     ANCHOR_WEIGHTS,
@@ -25,6 +25,7 @@ from ewc_finetune.choices import (
 )
 from ewc_finetune.errors import UsageError
 from ewc_finetune.specs.command_options import Computing, Told
+from ewc_finetune.specs.groups import Group
 from ewc_finetune.specs.options import check_declared, option
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ def _rank(text: str) -> float | str:
 class Storing:
     """How curvature is stored; see `ConsolidateOptions`."""
 
+    GROUP: ClassVar = Group.ANCHOR_SIZE
+
     kfac_rank: Rank = option(
         "auto",
         "Eigenvectors to keep of each factor: those that hold a share of the trace (below 1), or so many; auto is "
@@ -79,8 +82,12 @@ class Storing:
 class Consolidating:
     """What curvature is taken, of what; see `ConsolidateOptions`."""
 
+    GROUP: ClassVar = Group.MODEL
+
     model: str | Path | nn.Module | None = option()
-    data: Any = option(help="The data that the model was trained on.", required=True, once=True, metavar="DATA")
+    data: Any = option(
+        help="The data that the model was trained on.", required=True, main=True, once=True, metavar="DATA"
+    )
     _: KW_ONLY
     architecture: str | None = option(
         None,
@@ -88,19 +95,31 @@ class Consolidating:
         "keyword arguments behind a question mark.",
         name="arch",
         metavar="ARCH",
+        main=True,
     )
-    output: str | Path | None = option(None, "The anchor.", short="o", path="file", unless="MODEL.anchor.safetensors")
-    overwrite: bool = option(False, "Replace the output if it exists.")
+    output: str | Path | None = option(
+        None,
+        "The anchor.",
+        short="o",
+        path="file",
+        main=True,
+        group=Group.OUTPUT,
+        unless="MODEL.anchor.safetensors",
+    )
+    overwrite: bool = option(False, "Replace the output if it exists.", group=Group.OUTPUT)
     curvature: Curvature = option(
         "diagonal",
         "The diagonal of the Fisher; Kronecker-factored blocks for linear layers and convolutions, and the diagonal "
         "for the rest (kfac); or the identity: every parameter counts alike (plain L2).",
         choices=CURVATURES,
+        main=True,
+        group=Group.CURVATURE,
     )
     kfac_form: KfacForm = option(
         "expand",
         "What kfac does with several positions of a sample: take each for a sample (expand), or put them together.",
         choices=KFAC_FORMS,
+        group=Group.CURVATURE,
     )
 
 
@@ -108,13 +127,20 @@ class Consolidating:
 class Estimating:
     """How curvature is estimated; see `ConsolidateOptions`."""
 
+    GROUP: ClassVar = Group.CURVATURE
+
     anchor_weights: AnchorWeights = option(
         "stored",
         "reference: leave out what a model on the Hub has anyway, at a commit, and have it fetched by its digest.",
         choices=ANCHOR_WEIGHTS,
+        group=Group.ANCHOR_SIZE,
     )
     name: str | None = option(
-        None, "What to call the domain.", unless="the kind of data, or the file or folder that it is in"
+        None,
+        "What to call the domain.",
+        main=True,
+        group=Group.OUTPUT,
+        unless="the kind of data, or the file or folder that it is in",
     )
     estimator: Estimator = option(
         "auto",
@@ -122,6 +148,7 @@ class Estimating:
         "(predicted), the data's (empirical); batched squares the mean of a batch, which is no Fisher but what "
         "published code does. auto is exact for up to 32 outputs, sampled beyond.",
         choices=ESTIMATORS,
+        main=True,
     )
     draws: int = option(1, "Labels drawn for each sample.", least=1)
     samples: int | Literal["auto"] | None = option(
@@ -130,16 +157,18 @@ class Estimating:
         "it.",
         read=_samples,
         metavar="N|auto",
+        main=True,
         unless="all",
     )
     rtol: float = option(DEFAULT_RTOL, "Where --samples auto stops.", metavar="X")
     rules: bool = option(True, "Use layer rules, where there are any.")
-    batch_size: int = option(200, "Samples at once.", least=1)
+    batch_size: int = option(200, "Samples at once.", least=1, group=Group.COMPUTING)
     likelihood: LikelihoodName | None = option(
         None,
         "How the model's outputs become log p(y | x).",
         choices=LIKELIHOODS,
         wider=True,
+        main=True,
         unless="what a model folder says; categorical otherwise",
     )
     exclude: Sequence[str] = option((), "Leave these parameters free; repeatable.", many=True, metavar="GLOB")
@@ -149,6 +178,8 @@ class Estimating:
         "Whoever has the anchor has these inputs.",
         least=0,
         metavar="N",
+        main=True,
+        group=Group.OUTPUT,
         unless="none",
     )
     seed: int = option(0, "Of the subset, the sampled labels and the probe.", least=0, most=2**63 - 1)

@@ -40,6 +40,7 @@ class Domain:
         transform: What a data spec says is done to its images; None where they come from no spec.
         assumed: What is done to them where that says nothing; None where that is not known.
         unit: Whether they are numbers that nobody has normalised yet, as bytes are once they are 0 to 1.
+        augment: What is done to its images at random each time that they are trained on.
         remarks: What a reader should know of how the samples were chosen.
     """
 
@@ -54,6 +55,7 @@ class Domain:
     transform: Transform | None = None
     assumed: Assumption | None = None
     unit: bool = False
+    augment: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
 
     @property

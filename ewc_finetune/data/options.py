@@ -18,6 +18,8 @@ from ewc_finetune.data.transform import IMAGENET_MEAN, IMAGENET_STD, INTERPOLATI
 from ewc_finetune.errors import UsageError, suggest
 from ewc_finetune.specs.query import Address
 
+# What may be done to images at random: mirrored, moved a little, and by RandAugment (Cubuk et al. 2020).
+AUGMENTATIONS = ("flip", "crop", "rand")
 # The most classes of one range; a range of more is taken for a slip of the finger.
 _MANY_CLASSES = 1_000_000
 
@@ -36,6 +38,7 @@ class DataOptions:
         channels: 1 for grey, 3 for colour.
         rotate: Turn images by so many degrees, counterclockwise.
         permute: Shuffle the pixels of every image alike, by this seed.
+        augment: What is done to images at random each time that they are trained on: `flip`, `crop`, `rand`.
         offset: Add so much to every label, after `classes`, where the model numbers these classes after others.
         active: The model's outputs that count for this data, in the numbers that labels have then; all unless given.
         text: The column of the texts.
@@ -59,6 +62,7 @@ class DataOptions:
     channels: int | None = None
     rotate: float | None = None
     permute: int | None = None
+    augment: tuple[str, ...] = ()
     offset: int = 0
     active: tuple[range, ...] | None = None
     text: str | None = None
@@ -157,6 +161,13 @@ def _one_of(*words: str) -> Callable[[str], str]:
     return read
 
 
+def _augment(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if not set(names) <= set(AUGMENTATIONS) or len(set(names)) < len(names):
+        raise ValueError
+    return names
+
+
 def _classes(text: str) -> tuple[range, ...]:
     parts = []
     for part in text.split(","):
@@ -221,6 +232,7 @@ _READERS: dict[str, tuple[Callable[[str], object], str]] = {
     "std": (_std, "imagenet, one number above 0 such as 0.5, or three (red,green,blue)"),
     "channels": (lambda text: int(_one_of("1", "3")(text)), "1 (grey) or 3 (colour)"),
     "rotate": (_degrees, "degrees such as 30 or -12.5"),
+    "augment": (_augment, f"of {', '.join(AUGMENTATIONS)} one or several, joined by commas, none twice"),
     "offset": (_whole, "a whole number from 0"),
     "active": (_classes, "outputs such as 0-4 or 0,2,7-9"),
     "permute": (_whole, "a seed, a whole number from 0"),

@@ -47,8 +47,16 @@ def preprocessed(domain: Domain, task: ModelTask | None, model: nn.Module, label
         UsageError: if an option of the data is not for such a model.
     """
     kind = domain.samples
+    raw = isinstance(kind, (Texts, TextStream, Generated, ImageFiles))
+    if raw and task is not None and task.kind is None and task.other is not None:
+        raise DataError(_only_from_python(domain.name, label, task.other))
     if isinstance(kind, (Texts, TextStream, Generated)):
-        if task is None or task.kind in (None, "image classification"):
+        if task is not None and task.kind is None:
+            raise DataError(
+                f"{domain.name} has texts, and {label} is a {type(model).__name__}, whose outputs are no predictions. "
+                "ewc-ft finetune --head new makes a classifier of it"
+            )
+        if task is None or task.kind == "image classification":
             raise DataError(
                 f"{domain.name} has texts, and {label} is no language model or text classifier of transformers with "
                 "its tokenizer. Name its folder, or turn the texts into tensors of token ids first"
@@ -62,6 +70,24 @@ def preprocessed(domain: Domain, task: ModelTask | None, model: nn.Module, label
     if task is not None and task.kind not in (None, "image classification") and _is_image(domain):
         raise DataError(f"{domain.name} has images, and {label} is a {task.kind}, which takes texts")
     return domain
+
+
+# Tasks whose models give logits for each token, of which the likelihood is known.
+_OF_TOKENS = ("token classification", "sequence to sequence")
+
+
+def _only_from_python(name: str, label: str, task: str) -> str:
+    """Say how a model is used whose task no data spec has data for."""
+    start = f"{name} goes into no model for {task}, which {label} is: no data spec has data for that task. "
+    if task in _OF_TOKENS:
+        return (
+            f"{start}From Python it is adapted with batches of its own arguments, dictionaries of input_ids, "
+            'attention_mask and labels (-100 where none counts), and likelihood="per-token"'
+        )
+    return (
+        f"{start}From Python a module is adapted whose forward returns logits, or numbers, for each sample: wrap the "
+        "model in one"
+    )
 
 
 def _of_texts(domain: Domain, samples: Texts | TextStream | Generated, task: ModelTask, model: nn.Module) -> Domain:

@@ -126,7 +126,7 @@ def _call(address: Address, module: str, name: str, default_split: Split) -> Dom
 
 def _select(domain: Domain, options: DataOptions) -> Domain:
     _check_options(domain, options)
-    domain = replace(domain, transform=_said(domain, options))
+    domain = replace(domain, transform=_said(domain, options), augment=options.augment)
     if options.active is not None:
         domain = replace(domain, active=tuple(sorted({output for part in options.active for output in part})))
     if not domain.indexable:

@@ -112,10 +112,10 @@ class Assumption:
 
     Attributes:
         transform: What is done to them.
-        source: Who says so: the model's own `record`, the `weights` that torchvision has for its architecture, or
-            `nobody`: then images go in as 0 to 1.
+        source: Who says so: the model's own `record`, the `weights` that torchvision or timm has for its architecture,
+            or `nobody`: then images go in as 0 to 1.
         shape: Height and width that images have in the record, if it says so; those that have them are not resized.
-        whose: What torchvision calls the architecture, where its weights say so.
+        whose: Whose weights they are, where those say so, for people.
     """
 
     transform: Transform

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ewc_finetune.choices import LIKELIHOODS, METRICS, LikelihoodName, MetricName
 from ewc_finetune.specs.command_options import Computing, Told
+from ewc_finetune.specs.groups import Group
 from ewc_finetune.specs.options import option
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class Measuring:
             it.
     """
 
+    GROUP: ClassVar = Group.SCORES
+
     metrics: Sequence[MetricName] = option(
         (),
         "A figure to score by beside loss and accuracy; repeatable.",
@@ -41,17 +44,20 @@ class Measuring:
 class Scoring:
     """What is scored, and on what; see `EvaluateOptions`."""
 
+    GROUP: ClassVar = Group.MODEL
+
     model: str | Path | nn.Module = option()
-    data: Any = option(help="A domain to score on; repeatable.", required=True, many=True, metavar="DATA")
+    data: Any = option(help="A domain to score on; repeatable.", required=True, main=True, many=True, metavar="DATA")
     _: KW_ONLY
     architecture: str | None = option(
-        None, "What to build for a checkpoint that doesn't say.", name="arch", metavar="ARCH"
+        None, "What to build for a checkpoint that doesn't say.", name="arch", metavar="ARCH", main=True
     )
     likelihood: LikelihoodName | None = option(
         None,
         "How the model's outputs become log p(y | x).",
         choices=LIKELIHOODS,
         wider=True,
+        main=True,
         unless="as MODEL was trained, else what a model folder says, else categorical",
     )
     head: Anchor | str | Path | None = option(
@@ -59,8 +65,9 @@ class Scoring:
         "Take the last layer from this anchor, where MODEL was fine-tuned with a new one.",
         path="file",
         metavar="ANCHOR",
+        main=True,
     )
-    batch_size: int = option(500, "Samples at once.", least=1)
+    batch_size: int = option(500, "Samples at once.", least=1, main=True, group=Group.COMPUTING)
 
 
 @dataclass(frozen=True)

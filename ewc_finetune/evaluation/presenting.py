@@ -73,7 +73,7 @@ def _reshaped(domain: Domain, assumption: Assumption, progress: Progress) -> Dom
         domain = replace(domain, samples=TensorDataset(images, *labels))
     else:
         return domain
-    why = "as the model's own were" if assumption.source == "record" else f"as {_weights(assumption)} were trained"
+    why = "as the model's own were" if assumption.source == "record" else f"as {assumption.whose} were trained"
     progress.note(f"{domain.name}: {known.describe_shape()}, {why}; say resize=, crop= or size= for another shape")
     return domain
 
@@ -98,7 +98,7 @@ def say_numbers(domain: Domain, input_spec: InputSpec, progress: Progress) -> No
             progress.note(f"{domain.name}: the model's own images were {before}; these are {numbers or 'from 0 to 1'}")
     elif assumption.source == "weights":
         progress.note(
-            f"{domain.name}: images are {numbers or 'from 0 to 1'}, as {_weights(assumption)} were trained. If this "
+            f"{domain.name}: images are {numbers or 'from 0 to 1'}, as {assumption.whose} were trained. If this "
             "checkpoint was trained otherwise, say so behind the data's question mark: mean=0&std=1 for images from "
             "0 to 1"
         )
@@ -125,7 +125,3 @@ def say_anchors(anchors: Sequence[Anchor], input_spec: InputSpec, progress: Prog
                 f"{anchor.label} was made with images {before or 'from 0 to 1'}, and here they are "
                 f"{now or 'from 0 to 1'}: its curvature is of another function of them"
             )
-
-
-def _weights(assumption: Assumption) -> str:
-    return f"torchvision's weights of {assumption.whose}"

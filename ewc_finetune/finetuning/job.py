@@ -14,6 +14,7 @@ from ewc_finetune.anchor.heads import of_one_head
 from ewc_finetune.anchor.lineage import distinct, lineage_of
 from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.open import LoadedModel
+from ewc_finetune.data.augmentation import check_augmented
 from ewc_finetune.data.input_spec import InputSpec
 from ewc_finetune.errors import DataError, UsageError
 from ewc_finetune.evaluation.bound_domain import BoundDomain, bind
@@ -24,7 +25,7 @@ from ewc_finetune.finetuning.notes import say
 from ewc_finetune.finetuning.plan import Plan
 from ewc_finetune.likelihood.objective import Loss, balanced
 from ewc_finetune.modules.devices import on_device, random_state_kept
-from ewc_finetune.modules.heads import find_head
+from ewc_finetune.modules.heads import find_head, give_place, is_headless
 from ewc_finetune.modules.modes import normalisation_layers
 from ewc_finetune.penalty.penalty import Penalty
 from ewc_finetune.progress import Progress, Silent
@@ -101,6 +102,10 @@ def ready(plan: Plan, strengths: Sequence[float] | None, progress: Progress) -> 
 def _matched(plan: Plan, strengths: Sequence[float], undoing: contextlib.ExitStack, progress: Progress) -> Job:
     start, options, anchors = plan.start, plan.options, plan.anchors
     domain = presented(plan.domain, start, progress)
+    if domain.augment:
+        check_augmented(domain, domain.first())
+    if options.head == "new" and is_headless(start.model):
+        give_place(start.model)
     old = find_head(start.model) if options.head != "shared" else None
     if old is not None:
         undoing.callback(start.model.set_submodule, *old)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ewc_finetune.choices import (
     HEADS,
@@ -22,6 +22,7 @@ from ewc_finetune.evaluation.options import Measuring
 from ewc_finetune.finetuning.schedule import Schedule
 from ewc_finetune.rehearsal.options import Rehearsing
 from ewc_finetune.specs.command_options import Computing, Told
+from ewc_finetune.specs.groups import Group
 from ewc_finetune.specs.options import option
 
 if TYPE_CHECKING:
@@ -46,15 +47,18 @@ def _strength(text: str) -> float | str:
 class Starting:
     """What is adapted, and to what; see `FinetuneOptions`."""
 
+    GROUP: ClassVar = Group.MODEL
+
     model: str | Path | nn.Module | None = option(
         help="Start from this checkpoint, or from fresh weights of an architecture (mlp, cnn, torchvision:NAME, "
         "package.module:Class).",
         read=str,
         metavar="MODEL",
+        main=True,
         unless="the newest anchor's weights",
         code="architecture",
     )
-    data: Any = option(help="The new domain.", required=True, once=True, metavar="DATA", code="data")
+    data: Any = option(help="The new domain.", required=True, main=True, once=True, metavar="DATA", code="data")
     _: KW_ONLY
     architecture: str | None = option(
         None, "What to build for a checkpoint that doesn't say.", name="arch", metavar="ARCH", code="architecture"
@@ -65,12 +69,15 @@ class Starting:
 class Held:
     """How the model is held; see `FinetuneOptions`."""
 
+    GROUP: ClassVar = Group.PENALTY
+
     anchors: Anchor | str | Path | Sequence[Anchor | str | Path] = option(
         (),
         "An anchor to be held by; repeatable, oldest first. Without any it is plain training.",
         many=True,
         path="file",
         metavar="FILE",
+        main=True,
         varied=True,
     )
     lambdas: float | Sequence[float] | Literal["auto"] | None = option(
@@ -81,6 +88,7 @@ class Held:
         read=_strength,
         many=True,
         alone="auto",
+        main=True,
         metavar="X|auto",
         unless="100; 10 for anchors of K-FAC; a tenth beside --rehearse",
         varied=True,
@@ -104,11 +112,14 @@ class Held:
 class Adapting(Measuring):
     """What else a run and the runs of a sweep have; see `FinetuneOptions`."""
 
+    GROUP: ClassVar = Group.TRAINING
+
     lineage: Lineage = option(
         "all",
         "Of an anchor that had a part in a newer one: pull to its own weights all the same, or to the newest it had a "
         "part in.",
         choices=LINEAGES,
+        group=Group.PENALTY,
         setting="method",
     )
     head: Head = option(
@@ -116,6 +127,7 @@ class Adapting(Measuring):
         "Share the last layer with the old domains; take a new one for the new domain's classes; or expand it by "
         "outputs for new labels.",
         choices=HEADS,
+        group=Group.MODEL,
         setting="method",
     )
     freeze: Sequence[str] = option((), "Parameters not to train (features.*); repeatable.", many=True, metavar="GLOB")
@@ -134,6 +146,8 @@ class Adapting(Measuring):
         read=str,
         many=True,
         metavar="DATA",
+        main=True,
+        group=Group.SCORES,
         unless="the new one",
         code="data",
     )
@@ -143,6 +157,7 @@ class Adapting(Measuring):
         read=str,
         many=True,
         metavar="DATA",
+        group=Group.SCORES,
         unless="the new one",
         code="data",
     )
@@ -151,9 +166,12 @@ class Adapting(Measuring):
         "The share of the answers to the anchors' probes that must stay as they were: what lambda auto looks for; a "
         "run that falls below it is stopped.",
         metavar="X",
+        group=Group.PENALTY,
         sound=True,
     )
-    tensorboard: bool = option(False, "Write the log for TensorBoard too, into the run folder.", sound=True)
+    tensorboard: bool = option(
+        False, "Write the log for TensorBoard too, into the run folder.", group=Group.SCORES, sound=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,15 +214,24 @@ class FinetuneOptions(Computing, Adapting, Schedule, Rehearsing, Held, Starting,
         UsageError: if an option of training has a value that it cannot have.
     """
 
+    GROUP: ClassVar = Group.OUTPUT
+
     output: str | Path | None = option(
         None,
         "The new checkpoint; the run folder goes beside it.",
         short="o",
         path="any",
+        main=True,
         unless="named for the anchor and the data",
     )
     overwrite: bool = option(False, "Replace the output and its run folder if they exist.", filed=False, sound=True)
     resume: str | Path | None = option(None, recorded=False)
     seed: int = option(
-        0, "Of fresh weights, sample order and dropout.", least=0, most=2**63 - 1, varied=True, setting="training"
+        0,
+        "Of fresh weights, sample order and dropout.",
+        least=0,
+        most=2**63 - 1,
+        group=Group.TRAINING,
+        varied=True,
+        setting="training",
     )

@@ -213,7 +213,8 @@ def _open_start(options: FinetuneOptions, anchors: Sequence[Anchor], domain: Dom
             raise UsageError("there is nothing to start from; name --anchors, or a --model for plain training")
         return open_checkpoint(FromAnchor(anchors[-1]), architecture), False
     if isinstance(model, nn.Module) or is_there(model):
-        return open_model(model, architecture, trust_code=options.trust_code), False
+        new_head = options.head == "new"
+        return open_model(model, architecture, trust_code=options.trust_code, new_head=new_head), False
     if not looks_like_architecture(str(model)):
         raise CheckpointError(f"there is no checkpoint at {model}, and it names no architecture either: {FORMS}")
     if architecture is not None:

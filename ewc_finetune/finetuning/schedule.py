@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ewc_finetune.choices import (
     AMPS,
@@ -20,6 +20,7 @@ from ewc_finetune.choices import (
     OptimizerName,
 )
 from ewc_finetune.errors import UsageError
+from ewc_finetune.specs.groups import Group
 from ewc_finetune.specs.options import check_declared, is_number, option
 
 if TYPE_CHECKING:
@@ -79,9 +80,11 @@ class Schedule:
         UsageError: naming the option, its value and what is expected.
     """
 
-    epochs: int = option(4, "Walks through the data.", least=0, setting="training")
-    lr: float = option(1e-4, "Learning rate.", setting="training")
-    batch_size: int = option(100, "Samples at once.", least=1, setting="training")
+    GROUP: ClassVar = Group.TRAINING
+
+    epochs: int = option(4, "Walks through the data.", least=0, main=True, setting="training")
+    lr: float = option(1e-4, "Learning rate.", main=True, setting="training")
+    batch_size: int = option(100, "Samples at once.", least=1, main=True, setting="training")
     optimizer: OptimizerName = option("adam", "Torch's, with its own defaults.", choices=OPTIMIZERS, setting="training")
     momentum: float = option(0.9, "Of sgd.", setting="training")
     weight_decay: float | None = option(None, "The optimizer's own.", metavar="X", unless="0; of adamw 0.01")
@@ -133,18 +136,22 @@ class Schedule:
     workers: int = option(
         0, "Processes that read samples ahead, for data that is not in memory.", least=0, metavar="N", sound=True
     )
-    eval_every: int | None = option(None, "Steps between evaluations.", least=1, metavar="N", unless="an epoch")
+    eval_every: int | None = option(
+        None, "Steps between evaluations.", least=1, metavar="N", group=Group.SCORES, unless="an epoch"
+    )
     patience: int | None = option(
         None,
         "Stop early, after so many evaluations no better than the best.",
         least=1,
         metavar="N",
+        group=Group.SCORES,
         unless="never",
     )
     keep: Keep | None = option(
         None,
         "The state to write in the end; the other one stays in the run folder.",
         choices=KEEPS,
+        group=Group.SCORES,
         unless="last; best with --patience",
     )
     log_every: int | None = option(
@@ -152,6 +159,7 @@ class Schedule:
         "Steps between log lines.",
         least=1,
         metavar="N",
+        group=Group.SCORES,
         unless="50; fewer where there would be less than 20 lines",
         sound=True,
     )

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ewc_finetune.data.augmentation import augmented
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.input_spec import feed
 from ewc_finetune.errors import DataError, NonFiniteError, UsageError
@@ -179,6 +180,8 @@ class Trainer:
             for _ in islice(batches, 0 if by_number else self.batch):
                 pass
             set_random_state(random, self.device)
+        if self.domain.augment:
+            batches = augmented(batches, self.domain.augment)
         fed = feed(batches, self.input_spec, self.model, self.device)
         if self.schedule.accumulate == 1:
             return ([batch] for batch in fed)

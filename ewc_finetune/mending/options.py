@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ewc_finetune.errors import UsageError
 from ewc_finetune.specs.command_options import Computing, Told
+from ewc_finetune.specs.groups import Group
 from ewc_finetune.specs.options import is_number, option
 from ewc_finetune.specs.ranges import read_lambdas
 
@@ -24,23 +25,38 @@ RATIOS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 class Mending:
     """What is mended, and how; see `MendOptions`."""
 
+    GROUP: ClassVar = Group.MENDING
+
     model: str | Path | nn.Module = option()
     data: Any = option(
         help="The domain that MODEL was fine-tuned on; its training data says what to keep of it, its test split what "
         "was kept.",
         required=True,
+        main=True,
         once=True,
         metavar="DATA",
+        group=Group.MODEL,
     )
     _: KW_ONLY
     architecture: str | None = option(
-        None, "What to build for a checkpoint that doesn't say.", name="arch", metavar="ARCH", code="architecture"
+        None,
+        "What to build for a checkpoint that doesn't say.",
+        name="arch",
+        metavar="ARCH",
+        group=Group.MODEL,
+        code="architecture",
     )
     anchors: Anchor | str | Path | Sequence[Anchor | str | Path] = option(
-        (), "An anchor of what was forgotten; repeatable, oldest first.", required=True, many=True, path="file"
+        (),
+        "An anchor of what was forgotten; repeatable, oldest first.",
+        required=True,
+        main=True,
+        many=True,
+        path="file",
+        group=Group.MODEL,
     )
     anchor_of_new: Anchor | str | Path | None = option(
-        None, "The anchor of MODEL on DATA.", path="file", unless="made now"
+        None, "The anchor of MODEL on DATA.", path="file", main=True, group=Group.MODEL, unless="made now"
     )
     samples: int | None = option(
         None, "Of DATA, for that anchor: a random subset of so many.", least=1, metavar="N", unless="all"
@@ -53,17 +69,19 @@ class Mending:
         read=read_lambdas,
         many=True,
         metavar="X",
+        main=True,
         unless="0.03,0.1,0.3,1,3,10",
     )
     retain: float | None = option(
         None, "Take the smallest ratio that keeps this share of the answers to the old anchors' probes.", metavar="X",
-        unless="the knee",
+        main=True, unless="the knee",
     )  # fmt: skip
     polish: int | None = option(
         None,
         "Then train for so many steps on DATA, with old inputs rehearsed.",
         least=1,
         metavar="STEPS",
+        main=True,
         unless="no training",
     )
     rehearse: Sequence[Any] = option(
@@ -72,6 +90,7 @@ class Mending:
         read=str,
         many=True,
         metavar="SOURCE",
+        main=True,
         unless="probes",
     )
     lr: float | None = option(None, "Learning rate of --polish.", metavar="X", unless="that of finetune, 1e-4")
@@ -82,6 +101,7 @@ class Mending:
         read=str,
         many=True,
         metavar="DATA",
+        main=True,
         unless="that of --data",
     )
 
@@ -103,10 +123,14 @@ class MendOptions(Computing, Mending, Told):
         rehearse: As in `finetune`.
     """
 
-    batch_size: int = option(500, "Samples at once.", least=1)
-    plot: str | Path | None = option(None, "Draw what each keeps and has learned: a .png, .pdf or .svg.", path="file")
+    GROUP: ClassVar = Group.OUTPUT
+
+    batch_size: int = option(500, "Samples at once.", least=1, group=Group.COMPUTING)
+    plot: str | Path | None = option(
+        None, "Draw what each keeps and has learned: a .png, .pdf or .svg.", path="file", main=True
+    )
     output: str | Path | None = option(
-        None, "The mended model, in the format of MODEL.", short="o", path="any", unless="named for MODEL"
+        None, "The mended model, in the format of MODEL.", short="o", path="any", main=True, unless="named for MODEL"
     )
     overwrite: bool = option(False, "Replace the output and the plot if they exist.", filed=False)
 

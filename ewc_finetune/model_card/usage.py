@@ -43,8 +43,8 @@ ewc-ft finetune --anchors {place.address}{options} --data NEW_DATA --output adap
 ```
 
 `NEW_DATA` is what to learn, such as {_example(origin)}.{hint} `--lambda` says how hard the anchor pulls \
-({DEFAULT_LAMBDA[origin.curvature]:g} unless given; `auto` looks for a value), and `ewc-ft finetune --help` lists the \
-rest.
+({DEFAULT_LAMBDA[origin.curvature]:g} unless given; `auto` looks for a value), and `ewc-ft finetune --help-all` lists \
+the rest.
 
 From Python, on a `torch.nn.Module` that has the weights to start from, and a dataset or loader:
 

@@ -5,11 +5,22 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from ewc_finetune.errors import ArchitectureError, counted
+
+
+def is_headless(model: nn.Module) -> bool:
+    """Whether it is an encoder of timm: a model that was built for no class, and gives features."""
+    return hasattr(model, "reset_classifier") and getattr(model, "num_classes", None) == 0
+
+
+def give_place(model: Any) -> None:
+    """Give an encoder of timm a layer in whose place a new head can come."""
+    model.reset_classifier(1)
 
 
 def find_head(model: nn.Module) -> tuple[str, nn.Linear]:

@@ -21,6 +21,7 @@ class ModelTask:
         likelihood: How its outputs are meant.
         classes: Their names, where the config has any.
         length: How many tokens it can take, where the config says.
+        other: What it is for, where that is known and `kind` is None: a task that no data spec has data for.
     """
 
     folder: Path
@@ -28,3 +29,4 @@ class ModelTask:
     likelihood: LikelihoodName
     classes: tuple[str, ...] | None
     length: int | None
+    other: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ewc_finetune.choices import (
     KFAC_SUMS,
@@ -17,6 +17,7 @@ from ewc_finetune.choices import (
 )
 from ewc_finetune.curvature.options import Storing
 from ewc_finetune.specs.command_options import Told
+from ewc_finetune.specs.groups import Group
 from ewc_finetune.specs.options import option
 
 if TYPE_CHECKING:
@@ -27,22 +28,28 @@ if TYPE_CHECKING:
 class Summing:
     """How anchors become one; see `MergeOptions`."""
 
+    GROUP: ClassVar = Group.PENALTY
+
     anchors: Anchor | str | Path | Sequence[Anchor | str | Path] = option()
     _: KW_ONLY
-    output: str | Path | None = option(None, "The merged anchor.", short="o", path="file", required=True)
+    output: str | Path | None = option(
+        None, "The merged anchor.", short="o", path="file", required=True, main=True, group=Group.OUTPUT
+    )
     lambdas: float | Sequence[float] = option(
         1.0,
         "Strength relative to the others: once for all anchors, or once for each.",
         name="lambda",
         many=True,
+        main=True,
         unless="1",
     )
-    online: bool = option(False, "The running form: older curvature fades, and the newest weights count.")
-    gamma: float = option(1.0, "What stays of older curvature at each anchor; online.")
+    online: bool = option(False, "The running form: older curvature fades, and the newest weights count.", main=True)
+    gamma: float = option(1.0, "What stays of older curvature at each anchor; online.", main=True)
     lineage: Lineage = option(
         "all",
         "Of an anchor that had a part in a newer one: its own weights count, or the newest it had a part in.",
         choices=LINEAGES,
+        main=True,
     )
     head: MergedHead = option(
         "shared",
@@ -81,12 +88,16 @@ class MergeOptions(Storing, Summing, Told):
             checkpoint; with `online` that is the newest.
     """
 
+    GROUP: ClassVar = Group.OUTPUT
+
     probes: bool = option(
-        True, "Keep the samples of data that are in the anchors; without them, an anchor may be shared with anybody."
+        True,
+        "Keep the samples of data that are in the anchors; without them, an anchor may be shared with anybody.",
+        main=True,
     )
-    name: str | None = option(None, "What to call the merged anchor.", unless="the names, joined by +")
+    name: str | None = option(None, "What to call the merged anchor.", main=True, unless="the names, joined by +")
     checkpoint: str | Path | None = option(
-        None, "Write one model for all of them too: the mean of their weights, by the Fisher.", path="file"
+        None, "Write one model for all of them too: the mean of their weights, by the Fisher.", path="file", main=True
     )
     architecture: str | None = option(
         None, "What to build for that model, if the newest anchor doesn't say.", name="arch", metavar="ARCH"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, ClassVar
 
 from ewc_finetune.errors import UsageError
+from ewc_finetune.specs.groups import Group
 from ewc_finetune.specs.options import is_number, option
 
 # What a source is called that is the probes of the anchors.
@@ -17,6 +18,8 @@ PROBES = "probes"
 class Rehearsing:
     """What is rehearsed, and how much; see `Rehearsal`."""
 
+    GROUP: ClassVar = Group.REHEARSAL
+
     rehearse: Any = option(
         (),
         "Rehearse old inputs beside the new data, towards the old model's own answers: probes (those in the anchors), "
@@ -24,6 +27,7 @@ class Rehearsing:
         read=str,
         many=True,
         metavar="SOURCE",
+        main=True,
         code="data",
         setting="method",
     )

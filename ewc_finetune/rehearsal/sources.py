@@ -17,6 +17,7 @@ from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.anchor.heads import foreign_head, head_of
 from ewc_finetune.anchor.probe_tensors import Probe, records_of
 from ewc_finetune.checkpoint.open import LoadedModel
+from ewc_finetune.data.augmentation import refuse_augmented
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.input_spec import InputSpec
 from ewc_finetune.data.sources import resolve_domain
@@ -61,10 +62,14 @@ def resolve_sources(
             "there is no probe to rehearse in the anchors: ewc-ft consolidate --probe N keeps one while the old data "
             "is at hand. Without it, rehearse data that is like the old, or any public data: --rehearse DATA"
         )
-    return [
+    domains = [
         None if is_probes else resolve_domain(source, "train", data_dir)
         for source, is_probes in zip(sources, probes, strict=True)
     ]
+    for domain in domains:
+        if domain is not None:
+            refuse_augmented(domain, "rehearsal")
+    return domains
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from ewc_finetune.choices import DEVICES
 from ewc_finetune.progress import Progress, Silent
+from ewc_finetune.specs.groups import Group
 from ewc_finetune.specs.options import option
 
 
@@ -31,13 +33,15 @@ class Computing:
         data_dir: Where downloaded data lies.
     """
 
+    GROUP: ClassVar = Group.COMPUTING
+
     trust_code: bool = option(
         False,
         "Let code in the checkpoint run (a pickled module): only for files whose maker you know and trust.",
         filed=False,
         sound=True,
     )
-    device: str = option("auto", "Where to compute.", choices=DEVICES, wider=True, sound=True)
+    device: str = option("auto", "Where to compute.", choices=DEVICES, wider=True, main=True, sound=True)
     data_dir: str | Path | None = option(
         None,
         "Where downloaded data lies or goes.",

@@ -18,6 +18,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 from ewc_finetune.choices import check_choice
 from ewc_finetune.errors import UsageError, suggest
+from ewc_finetune.specs.groups import Group
 
 _KEY = "option"
 # Where a documentation says what arguments a function takes: in the place of what it says of its options, else at the
@@ -47,6 +48,8 @@ class Option:
         joined: Whether a list is one value, whose parts are joined by commas where it is said as a text.
         alone: A value that stands for all of many, and is given alone.
         required: Whether it must be given.
+        main: Whether `--help` lists it; the others are in `--help-all`.
+        group: The heading that it has there; that of the dataclass which declares it unless given.
         once: Whether it is refused where it is given twice, of which the last would win unnoticed.
         unless: What the help says of the default, where the value does not.
         recorded: Whether a run records it.
@@ -73,6 +76,8 @@ class Option:
     joined: bool = False
     alone: str | None = None
     required: bool = False
+    main: bool = False
+    group: Group | None = None
     once: bool = False
     unless: str | None = None
     recorded: bool = True
@@ -97,6 +102,14 @@ def spoken(options: Any, name: str) -> str:
     """Return the name on the command line of a field, without its dashes."""
     known: Option = next(one for one in fields(options) if one.name == name).metadata[_KEY]
     return known.name or name.replace("_", "-")
+
+
+def group_of(options: Any, name: str) -> Group:
+    """Return the heading under which help lists a field: its own, or the `GROUP` of the dataclass that declares it."""
+    known: Option = next(one for one in fields(options) if one.name == name).metadata[_KEY]
+    part = next(part for part in options.__mro__ if name in inspect.get_annotations(part))
+    group: Group = known.group or vars(part)["GROUP"]
+    return group
 
 
 def names_of(options: Any, which: Callable[[Option], object]) -> set[str]:

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ewc_finetune.errors import OccupiedError, StorageError
+from ewc_finetune.errors import OccupiedError, PathClashError, StorageError
 from ewc_finetune.storage import signals
 from ewc_finetune.storage.workspace import Workspace, check_kind, recover
 
@@ -162,14 +162,14 @@ def check_distinct(outputs: Mapping[str, str | Path | None]) -> None:
         outputs: Paths by what is to be written there; None of what is not.
 
     Raises:
-        StorageError: naming both.
+        PathClashError: naming both.
     """
     known: dict[Path, str] = {}
     for what, path in outputs.items():
         if path is not None:
             other = known.setdefault(Path(path).resolve(), what)
             if other != what:
-                raise StorageError(f"the {other} and the {what} cannot both be {path}")
+                raise PathClashError(f"the {other} and the {what} cannot both be {path}")
 
 
 def check_output(
@@ -199,9 +199,9 @@ def check_output(
     recover(Path(os.path.realpath(path)).parent, note)
     for source in (Path(item).resolve() for item in inputs if isinstance(item, (str, Path))):
         if path.resolve() == source:
-            raise StorageError(f"the output {path} is one of the inputs; it would be lost. Choose another path")
+            raise PathClashError(f"the output {path} is one of the inputs; it would be lost. Choose another path")
         if folder and path.resolve() in source.parents:
-            raise StorageError(f"{source} lies in the output {path}; it would be lost. Choose another path")
+            raise PathClashError(f"{source} lies in the output {path}; it would be lost. Choose another path")
     if folder and path.is_symlink() and not path.exists():
         raise StorageError(f"cannot write {path}: it is a link to what is not there. Choose another path")
     if folder and path.exists() and not (path / "config.json").is_file():

@@ -28,6 +28,7 @@ class _State:
     noted: int | None = None
     depth = 0  # of blocks in which they wait
     silent = False
+    last_words: Callable[[str, int], str] | None = None
 
 
 _state = _State()
@@ -69,6 +70,15 @@ def forget(done: Callable[[], object]) -> None:
     """Take back what was asked for with `on_leaving`."""
     if done in _last_things:
         _last_things.remove(done)
+
+
+def end_with(last_words: Callable[[str, int], str] | None) -> None:
+    """Have a text printed on stdout when a signal ends the program.
+
+    Args:
+        last_words: Makes it of what stderr is told and of the exit code; None takes back what was asked for.
+    """
+    _state.last_words = last_words
 
 
 def run(program: Callable[[], object]) -> None:
@@ -118,7 +128,10 @@ def _say(number: int) -> None:
         _state.silent = True  # once is enough
         with suppress(OSError):
             # The line of a terminal on which ^C or a bar stands is ended first; Python's own stream may be in use.
-            os.write(2, (b"\n" if os.isatty(2) else b"") + _WORDS[signal.Signals(number)])
+            words = _WORDS[signal.Signals(number)]
+            os.write(2, (b"\n" if os.isatty(2) else b"") + words)
+            if _state.last_words is not None:
+                os.write(1, _state.last_words(words.decode().strip(), 128 + number).encode() + b"\n")
 
 
 def _ignore() -> None:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ewc_finetune.choices import PENALTY_FORMS, PenaltyForm
 from ewc_finetune.errors import UsageError
@@ -14,6 +14,7 @@ from ewc_finetune.finetuning.options import Adapting, FinetuneOptions, Starting
 from ewc_finetune.finetuning.schedule import Schedule
 from ewc_finetune.rehearsal.options import Rehearsing
 from ewc_finetune.specs.command_options import Computing, Told
+from ewc_finetune.specs.groups import Group
 from ewc_finetune.specs.options import option
 from ewc_finetune.specs.ranges import read_lambdas, read_seeds
 
@@ -38,6 +39,8 @@ def _stack(text: str) -> tuple[str, ...]:
 class Grid:
     """What the runs of a sweep differ in; see `SweepOptions`."""
 
+    GROUP: ClassVar = Group.GRID
+
     anchors: Any = option(
         (),
         "A stack to try: an anchor, or several that pull together, joined by commas, oldest first. Repeat it to "
@@ -45,6 +48,7 @@ class Grid:
         read=_stack,
         many=True,
         metavar="FILE[,FILE]",
+        main=True,
     )
     lambdas: Sequence[float] = option(
         DEFAULT_LAMBDAS,
@@ -54,6 +58,7 @@ class Grid:
         read=read_lambdas,
         many=True,
         metavar="X",
+        main=True,
         unless="1..10000:5",
     )
     penalty_forms: Sequence[PenaltyForm] = option(
@@ -71,6 +76,7 @@ class Grid:
         read=read_seeds,
         many=True,
         metavar="N",
+        main=True,
         unless="0",
     )
     plain: bool = option(True, "Make a run without penalty or rehearsal too, for each seed.", unless="yes")
@@ -98,12 +104,15 @@ class SweepOptions(Computing, Adapting, Schedule, Rehearsing, Grid, Starting, To
         UsageError: if an option of training has a value that it cannot have.
     """
 
+    GROUP: ClassVar = Group.OUTPUT
+
     output: str | Path | None = option(
         None,
         "The folder of the sweep.",
         short="o",
         path="any",
         metavar="FOLDER",
+        main=True,
         unless="named for the first anchor and the data, with .sweep",
     )
     overwrite: bool = option(

@@ -10,7 +10,13 @@ import torch
 from support.files import Bomb
 from torch import nn
 
-from ewc_finetune.checkpoint.architecture import build, builds_by_itself, complete, looks_like_architecture
+from ewc_finetune.checkpoint.architecture import (
+    build,
+    builds_by_itself,
+    complete,
+    looks_like_architecture,
+    with_outputs,
+)
 from ewc_finetune.checkpoint.builtin_models import CNN, MLP
 from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.formats.state_dict import save_state_dict
@@ -249,13 +255,15 @@ UNTRUSTED = {
     "a module with side effects": "this:Zen",
     "a class that is no module": "pathlib:Path",
     "weights by download": "torchvision:resnet18?weights=DEFAULT",
+    "timm's weights by download": "timm:resnet18?pretrained=True",
+    "a pickle for timm": "timm:resnet18?checkpoint_path=exploded.pth",
 }
 
 
 @pytest.mark.parametrize("text", UNTRUSTED.values(), ids=UNTRUSTED.keys())
 def test_a_file_may_name_modules_and_nothing_else(folder, text, capsys):
     (folder / "mine_untrusted.py").write_text("open('exploded', 'w')\ndef make():\n    pass\n")
-    with pytest.raises(ArchitectureError, match="not imported|no such class|not a subclass|never from a download"):
+    with pytest.raises(ArchitectureError, match="not imported|no such class|neither a sub|is an architecture here"):
         build(text, trusted=False)
     assert not (folder / "exploded").exists()
     assert capsys.readouterr().out == ""
@@ -270,6 +278,30 @@ def test_a_file_may_name_a_class_that_is_in_the_source(folder):
     assert builds_by_itself("inner.nets:Net")
     assert not builds_by_itself("torch.nn:Linear")
     assert builds_by_itself("mlp?hidden=3")
+
+
+def test_a_file_may_name_a_class_method_of_a_model(folder):
+    """Not one that it has from elsewhere, nor what is no model's."""
+    (folder / "made.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Linear):\n"
+        "    @classmethod\n    def from_name(cls, name, num_classes=4):\n"
+        "        return cls({'small': 2}[name], num_classes)\n"
+        "    @staticmethod\n    def run(command):\n        open('exploded', 'w')\n"
+        "class Other:\n    @classmethod\n    def make(cls):\n        open('exploded', 'w')\n"
+    )
+    (folder / "kept.py").write_text("import made\nclass Kept(made.nn.ModuleDict):\n    pass\n")
+    assert looks_like_architecture("made:Net.from_name?name=small")
+    assert build("made:Net.from_name?name=small", trusted=False).out_features == 4
+    assert builds_by_itself("made:Net.from_name?name=small")
+    for text in ("made:Net.run?command=x", "made:Other.make", "kept:Kept.mro", "made:Net.__init_subclass__"):
+        with pytest.raises(ArchitectureError, match="nor a class method of one|not imported|may only name what is def"):
+            build(text, trusted=False)
+    assert not (folder / "exploded").exists()
+    torch.save(build("made:Net.from_name?name=small", trusted=True).state_dict(), "n.pt")
+    assert open_model("n.pt", "made:Net.from_name?name=small").model.in_features == 2
+    text = "made:Net.from_name?name=small&num_classes=9"
+    assert with_outputs("made:Net.from_name?name=small", 9) == text
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from ewc_finetune.cli import main
+from ewc_finetune.cli.other_words import names
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -30,3 +31,6 @@ def test_completing_choices():
     assert complete("fine") == ["finetune"]
     assert complete("finetune", "--decay", "") == ["constant", "cosine", "linear"]
     assert "--patience" in complete("finetune", "--p")
+    for name, command in main.commands.items():  # those that --help leaves out too
+        assert set(complete(name, "--")) >= {option for option in names(command) if option.startswith("--")}
+    assert "--label-smoothing" in complete("finetune", "--")

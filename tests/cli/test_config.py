@@ -86,7 +86,7 @@ def test_a_config_that_is_no_run(ewc_ft, tmp_path):
 
 def test_every_option_of_the_command_line_is_one_of_the_function():
     assert (
-        option_names() - {"config", "resume", "dry-run", "quiet", "verbose", "json", "debug"}
+        option_names() - {"config", "resume", "dry-run", "quiet", "verbose", "json", "debug", "help-all"}
         == asked(FinetuneOptions(None, None)).keys()
     )
 

@@ -55,7 +55,7 @@ def test_without_a_test_split_what_to_do_is_said_at_the_end(anchored, tmp_path):
     ],
 )
 def test_options_of_networks(text, message, ewc_ft):
-    said = ewc_ft("finetune", "--model", text, "--data", OLD, "-o", "x.pt", expect=1).stderr.splitlines()[-1]
+    said = ewc_ft("finetune", "--model", text, "--data", OLD, "-o", "x.pt", expect=2).stderr.splitlines()[-1]
     assert said.startswith(f"Error: {message}")
 
 

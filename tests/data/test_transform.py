@@ -19,7 +19,7 @@ from ewc_finetune.anchor.provenance import read_provenance
 from ewc_finetune.checkpoint.builtin_models import CNN
 from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.open import open_model
-from ewc_finetune.checkpoint.torchvision_weights import transform_of_weights
+from ewc_finetune.checkpoint.published import transform_of_weights
 from ewc_finetune.data.domain import as_domain
 from ewc_finetune.data.input_spec import InputSpec
 from ewc_finetune.data.sources import load_domain
@@ -290,7 +290,7 @@ def test_numbers_of_torchvisions_weights():
         assert is_transform(found.to_json())
         if name not in ("googlenet", "inception_v3"):
             assert (list(found.mean), list(found.std)) == (preset.mean, preset.std)
-    assert transform_of_weights("torchvision:fcn_resnet50") == ("fcn_resnet50", None)
+    assert transform_of_weights("torchvision:fcn_resnet50") == ("torchvision's weights of fcn_resnet50", None)
     assert transform_of_weights("mlp?hidden=3")[1] is None
 
 

@@ -234,7 +234,7 @@ def test_architectures_that_cannot_say_their_outputs(anchored, tmp_path, monkeyp
         "    def __init__(self):\n        super().__init__(nn.Flatten(), nn.Linear(4, 3))\n"
     )
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ArchitectureError, match="with_head:Net does not say its number of outputs"):
+    with pytest.raises(ArchitectureError, match="with_head:Net does not take its number of outputs"):
         ewc.finetune("with_head:Net", data(2), head="new", epochs=1, output=tmp_path / "x.pt")
     assert ewc.finetune("with_head:Net", data(2), head="new", epochs=1).model[1].out_features == 2
 

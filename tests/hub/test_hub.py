@@ -117,6 +117,8 @@ def test_the_command_line(hub, anchor, ewc_ft, tmp_path):
     anchor.unlink()  # which is called as what is pulled
     pulled = json.loads(ewc_ft("pull", f"hf://{NAME}", "--json").stdout)
     assert pulled == {
+        "schema": "ewc-ft/pull/1",
+        "command": "pull",
         "anchor": "old.anchor.safetensors",
         "hub": document["hub"],
         "bytes": (tmp_path / "old.anchor.safetensors").stat().st_size,

@@ -269,7 +269,7 @@ def test_a_centre_of_anchors_teaches_no_data(model, anchor, tmp_path):
     parts = [anchor, ewc.consolidate(moved, OLD, output=tmp_path / "b.safetensors").path]
     teachers = {}
     for online in (False, True):
-        merged = ewc.merge(parts, tmp_path / f"{online}.safetensors", online=online).path
+        merged = ewc.merge(parts, output=tmp_path / f"{online}.safetensors", online=online).path
         (memory,) = Rehearsal(moved, merged, TensorDataset(OLD.tensors[0][:30])).memories
         teachers[online] = memory.teacher
     assert teachers == {False: "the model as it was", True: str(tmp_path / "True.safetensors")}

@@ -9,12 +9,14 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
+    BertModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     ViTConfig,
     ViTForImageClassification,
     ViTImageProcessor,
+    ViTModel,
 )
 
 WORDS = ["[PAD]", "[UNK]", "[MASK]", "[BOS]", "[EOS]", *(f"w{n}" for n in range(45))]
@@ -69,7 +71,7 @@ def vit():
 def saved(model, folder, **options):
     """As its own library writes it, with what makes its inputs."""
     model.save_pretrained(folder, **options)
-    if isinstance(model, ViTForImageClassification):
+    if isinstance(model, (ViTForImageClassification, ViTModel)):
         ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(folder)
     else:
         tokenizer().save_pretrained(folder)
@@ -107,3 +109,11 @@ def pictures(folder):
                 folder / name / f"{n}.png"
             )
     return f"imagefolder:{folder}"
+
+
+def encoder(kind="bert"):
+    """A model without a head, as an encoder is shared."""
+    torch.manual_seed(0)
+    if kind == "vit":
+        return ViTModel(vit().config, add_pooling_layer=False).eval()
+    return BertModel(BertConfig(**SMALL)).eval()

@@ -35,7 +35,7 @@ class SafetensorsFile(Weights, SingleFile):
     def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], metadata: ModelMetadata) -> None:
         """See `Checkpoint`; names, metadata and tensors that are not the model's stay as they were."""
         header = self._header | {RECORD: metadata.to_text()}
-        write_tensors(temporary, path, merged(self.state, self.prefix, state), header)
+        write_tensors(temporary, path, merged(self.state, self.prefix, state, metadata.head), header)
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

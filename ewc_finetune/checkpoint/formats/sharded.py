@@ -74,10 +74,11 @@ class Sharded(Weights):
         self, path: Path, state: OrderedDict[str, Any], metadata: ModelMetadata, *, overwrite: bool = True
     ) -> None:
         """See `Stateful`; every tensor stays in the shard that it was in."""
-        tensors = merged(self.state, self.prefix, state)
+        tensors = merged(self.state, self.prefix, state, metadata.head)
         *shards, index = self.outputs(path)
         names = {name: shard.name for (name, _), shard in zip(self._shards, shards, strict=True)}
-        weight_map = {tensor: names[shard] for tensor, shard in self._index["weight_map"].items()}
+        places = {tensor: names[shard] for tensor, shard in self._index["weight_map"].items()}
+        weight_map = {tensor: places.get(tensor, shards[-1].name) for tensor in tensors}
         with atomic_writes([*shards, index], overwrite=overwrite) as temporaries:
             for number, ((before, header), shard) in enumerate(zip(self._shards, shards, strict=True)):
                 own = self._others[before] | {

@@ -60,7 +60,7 @@ class StateDict(Weights, SingleFile):
 
     def write(self, temporary: Path, path: Path, state: OrderedDict[str, Any], metadata: ModelMetadata) -> None:
         """See `Checkpoint`; all else that the file held stays as it was."""
-        stored = OrderedDict(merged(self.state, self.prefix, state))
+        stored = OrderedDict(merged(self.state, self.prefix, state, metadata.head))
         stored._metadata = getattr(self.state, "_metadata", None) or state._metadata  # type: ignore[attr-defined]
         write_state_dict(temporary, path, stored, metadata, self._document, self._path)
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ewc_finetune.checkpoint.architecture import TRANSFORMERS
 from ewc_finetune.checkpoint.checkpoint import Checkpoint, ModelMetadata, cpu_state
-from ewc_finetune.checkpoint.formats.transformers_task import task_of_class
+from ewc_finetune.checkpoint.formats.transformers_task import CLASSIFIERS, kind_of, task_of_class
 from ewc_finetune.checkpoint.formats.weights import Weights
 from ewc_finetune.errors import ArchitectureError, CheckpointError, StorageError, few, first_line
 from ewc_finetune.modules.devices import random_state_kept
@@ -76,12 +76,18 @@ class HuggingFace(Checkpoint):
         try:
             return transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:
-            if "trust_remote_code" in str(error) or "auto_map" in _read_json(self.folder / "config.json"):
+            if "trust_remote_code" in str(error) or "auto_map" in read_json(self.folder / "config.json"):
                 raise ArchitectureError(
                     f"{self.label} brings a model class of its own as code, which is not run. Build the model yourself "
                     "and pass it to ewc_finetune.consolidate and finetune as a module"
                 ) from error
             raise CheckpointError(f"{self.label}: its config.json cannot be read ({first_line(error)})") from error
+
+    @property
+    def classifies(self) -> bool:
+        """Whether its config names the class of a classifier; one that names none is not taken for another."""
+        named = read_json(self.folder / "config.json").get("architectures") or []
+        return kind_of(str(next(iter(named), ""))) in CLASSIFIERS
 
     def build(self, architecture: str | None) -> tuple[nn.Module, str | None]:
         """See `Checkpoint`.
@@ -138,19 +144,30 @@ class HuggingFace(Checkpoint):
             raise ArchitectureError(
                 f"{self.label}: transformers cannot load it as {kind.__name__} ({first_line(error)})"
             ) from error
-        problems = [
+        differing = [
             f"{name} has shape {tuple(own)} in the weights and {tuple(wanted)} in the config's model"
             for name, own, wanted in sorted(loading["mismatched_keys"])
-        ] + [f"{name} is in the config's model but not in the weights" for name in sorted(loading["missing_keys"])]
-        self._refuse(kind, problems)
+        ]
+        self._accept(kind, model, differing, sorted(loading["missing_keys"]))
         return model
+
+    def _accept(self, kind: Any, model: Any, differing: Sequence[str], missing: Sequence[str]) -> None:
+        """Refuse weights that differ from the config's model, or that are not there."""
+        if missing and not differing and all(not name.startswith(f"{model.base_model_prefix}.") for name in missing):
+            raise ArchitectureError(
+                f"{self.label} has no head for a {kind.__name__}: {few(missing)} is not in the weights. "
+                "ewc-ft finetune --head new puts a fresh one on it"
+            )
+        self._refuse(
+            kind, [*differing, *(f"{name} is in the config's model but not in the weights" for name in missing)]
+        )
 
     def _differences(self, kind: Any) -> list[str]:
         """List in what the weights differ from those of the config's model, by the names that files have."""
         try:
             with _quiet(), torch.device("meta"):
                 blank = kind(copy.deepcopy(self._config))
-                wanted = _names_of_file(blank, blank.state_dict())
+                wanted = names_of_file(blank, blank.state_dict())
         except Exception:  # noqa: BLE001 - then it is not this that can be told
             return []
         differing = [
@@ -171,7 +188,7 @@ class HuggingFace(Checkpoint):
 
     def _check_names(self, model: nn.Module, text: str) -> None:
         """See that every weight has its place in the file, and say what else is there."""
-        state = _names_of_file(model, cpu_state(model))
+        state = names_of_file(model, cpu_state(model))
         placed = {tensor.data_ptr() for name, tensor in state.items() if name in self.state}
         lost = [name for name, t in state.items() if name not in self.state and t.data_ptr() not in placed]
         if lost:
@@ -201,10 +218,8 @@ class HuggingFace(Checkpoint):
     ) -> None:
         """See `Checkpoint`; tokenizer, processor and configs are copied as they are."""
         with atomic_folder(path, overwrite=overwrite) as temporary, storage_errors(path):
-            for name in self._travelling():
-                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(self.folder / name, temporary / name)
-            state = _names_of_file(model, cpu_state(model, dtypes))
+            self._copy_travelling(temporary)
+            state = names_of_file(model, cpu_state(model, dtypes))
             own = {name: tensor.to(self.state[name].dtype) for name, tensor in state.items() if name in self.state}
             self._say_classes(temporary / "config.json", own, metadata)
             stored = OrderedDict(own)
@@ -217,14 +232,22 @@ class HuggingFace(Checkpoint):
         Raises:
             StorageError: naming it.
         """
-        weights = self.weights.outputs(path / self.file.name)
-        own = {*self._travelling(), *(file.relative_to(path) for file in weights)}
+        own = {*self._travelling(), *(file.relative_to(path) for file in self._weights_files(path))}
         for file in sorted(path.rglob("*")) if path.is_dir() else ():
             if not file.is_dir() and file.relative_to(path) not in own:
                 raise StorageError(
                     f"cannot replace {path}: {file.relative_to(path)} in it is no part of this model, and would be "
                     "lost. Choose another path"
                 )
+
+    def _weights_files(self, path: Path) -> list[Path]:
+        """Return the files of a folder that `save` writes weights into."""
+        return self.weights.outputs(path / self.file.name)
+
+    def _copy_travelling(self, folder: Path) -> None:
+        for name in self._travelling():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.folder / name, folder / name)
 
     def _travelling(self) -> list[Path]:
         """List what goes along: all but weights, and what a trainer or git keeps."""
@@ -246,12 +269,12 @@ class HuggingFace(Checkpoint):
             return
         names = metadata.classes or [f"LABEL_{n}" if renewed else known.get(n, f"LABEL_{n}") for n in range(outputs)]
         labels = {"id2label": dict(enumerate(names)), "label2id": {name: n for n, name in enumerate(names)}}
-        file.write_text(json.dumps(_read_json(file) | labels, indent=2) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(read_json(file) | labels, indent=2) + "\n", encoding="utf-8")
 
     def _class(self, architecture: str | None) -> Any:
         """Return the class of the model: the one that the user names, or the config."""
         transformers = require_transformers()
-        named = _read_json(self.folder / "config.json").get("architectures") or []
+        named = read_json(self.folder / "config.json").get("architectures") or []
         asked = architecture not in (None, TRANSFORMERS + "auto")
         if asked and not str(architecture).startswith(TRANSFORMERS):
             raise ArchitectureError(
@@ -309,7 +332,12 @@ def require_transformers() -> Any:
     return transformers
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a config.
+
+    Raises:
+        CheckpointError: if it is no JSON object.
+    """
     try:
         config = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -319,7 +347,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return config
 
 
-def _names_of_file(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def names_of_file(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a state by the names, and in the parts, that files of the model have: not always those of its modules."""
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from ewc_finetune.choices import LikelihoodName
 from ewc_finetune.modules.task import ModelTask, Task
 
+T = TypeVar("T", bound=str)
 # The tables of transformers (`models/auto/modeling_auto.py`) that name the classes of models for a task.
 _TABLES: dict[Task, str] = {
     "text classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
@@ -17,6 +19,19 @@ _TABLES: dict[Task, str] = {
     "masked language model": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "causal language model": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
 }
+# Tables of tasks that no data spec has data for.
+_OTHERS: dict[str, str] = {
+    "token classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "sequence to sequence": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "question answering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    "multiple choice": "MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES",
+    "object detection": "MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES",
+    "image segmentation": "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES",
+    "audio classification": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
+    "speech recognition": "MODEL_FOR_CTC_MAPPING_NAMES",
+}
+# The tasks that have a class for each sample.
+CLASSIFIERS: tuple[Task, ...] = ("text classification", "image classification")
 
 
 def task_of(model: nn.Module) -> ModelTask | None:
@@ -42,7 +57,7 @@ def task_of(model: nn.Module) -> ModelTask | None:
 
 def task_of_class(name: str, config: Any, folder: Path) -> ModelTask:
     """Return what a model is for by the name of its class, its config, and the folder with its tokenizer."""
-    kind = _kind(name)
+    kind = kind_of(name)
     labels = dict(getattr(config, "id2label", None) or {})
     names = tuple(str(labels[key]) for key in sorted(labels, key=int))
     told = any(label != f"LABEL_{number}" for number, label in enumerate(names))
@@ -56,16 +71,28 @@ def task_of_class(name: str, config: Any, folder: Path) -> ModelTask:
     length = getattr(config, "max_position_embeddings", None)
     # Models of the RoBERTa family number positions from 2 on, behind the padding index.
     kept = 2 if getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert") else 0
-    return ModelTask(
-        folder, kind, likelihood, names if told else None, length - kept if isinstance(length, int) else None
-    )
+    longest = length - kept if isinstance(length, int) else None
+    return ModelTask(folder, kind, likelihood, names if told else None, longest, _task_in(_OTHERS, name))
 
 
-def _kind(name: str) -> Task | None:
+def classifier_of(model_type: str) -> str | None:
+    """Return the class of the classifier of texts, else of images, for a type of models; None where there is none."""
     from transformers.models.auto import modeling_auto
 
-    for kind, table in _TABLES.items():
-        entries = getattr(modeling_auto, table).values()
+    names = [getattr(modeling_auto, _TABLES[task]).get(model_type) for task in CLASSIFIERS]
+    return next((name if isinstance(name, str) else name[0] for name in names if name), None)
+
+
+def kind_of(name: str) -> Task | None:
+    """Return the task of a class of models; None where it is none of those known here."""
+    return _task_in(_TABLES, name)
+
+
+def _task_in(tables: Mapping[T, str], name: str) -> T | None:
+    from transformers.models.auto import modeling_auto
+
+    for task, table in tables.items():
+        entries = getattr(modeling_auto, table, {}).values()
         if any(name in ([entry] if isinstance(entry, str) else entry) for entry in entries):
-            return kind
+            return task
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,12 +93,16 @@ def _built(text: str, trusted: bool, remarks: list[str]) -> nn.Module:
         return build(text, trusted=trusted, note=remarks.append)
 
 
-def merged(state: Mapping[str, Tensor], prefix: str, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return all of a file's weights in its own order, the trained ones in their place."""
-    return {
+def merged(
+    state: Mapping[str, Tensor], prefix: str, trained: Mapping[str, Tensor], head: Mapping[str, Any] | None
+) -> dict[str, Tensor]:
+    """Return all of a file's weights in its own order, the trained ones in their place, and a head that it had not."""
+    weights = {
         name: trained.get(name.removeprefix(prefix), value) if name.startswith(prefix) else value
         for name, value in state.items()
     }
+    added = [] if head is None else [name for name in head["parameters"] if name in trained]
+    return weights | {prefix + name: trained[name] for name in added}
 
 
 def _fit(model: nn.Module, state: Mapping[str, Tensor], label: str, architecture: str) -> None:
