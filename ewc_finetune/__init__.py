@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ewc_finetune.curvature.rules import register_rule as register_rule
     from ewc_finetune.errors import EwcError as EwcError
     from ewc_finetune.evaluation.cost import Estimate as Estimate
+    from ewc_finetune.evaluation.evaluation import Evaluation as Evaluation
     from ewc_finetune.evaluation.options import EvaluateOptions as EvaluateOptions
     from ewc_finetune.evaluation.probe import Retention as Retention
     from ewc_finetune.evaluation.probe import measure as measure
@@ -60,6 +61,7 @@ _HOMES = {
     "ConsolidateOptions": "curvature.options",
     "Estimate": "evaluation.cost",
     "EvaluateOptions": "evaluation.options",
+    "Evaluation": "evaluation.evaluation",
     "EwcError": "errors",
     "FinetuneOptions": "finetuning.options",
     "Finetuned": "finetuning.finetuned",

@@ -59,6 +59,17 @@ DECAYS: tuple[Decay, ...] = get_args(Decay)
 Amp = Literal["bf16", "fp16"]
 AMPS: tuple[Amp, ...] = get_args(Amp)
 
+MetricName = Literal["mae", "rmse", "r2", "f1", "balanced-accuracy", "auc"]
+# The likelihoods that each metric suits.
+METRICS: dict[MetricName, tuple[LikelihoodName, ...]] = {
+    "mae": ("gaussian",),
+    "rmse": ("gaussian",),
+    "r2": ("gaussian",),
+    "f1": ("categorical", "per-token", "bernoulli"),
+    "balanced-accuracy": ("categorical", "per-token", "bernoulli"),
+    "auc": ("categorical", "per-token", "bernoulli"),
+}
+
 # Which state a run ends with.
 Keep = Literal["last", "best"]
 KEEPS: tuple[Keep, ...] = get_args(Keep)

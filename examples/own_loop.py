@@ -1,4 +1,4 @@
-"""The pull of an anchor in a training loop of one's own: one line before the loop.
+"""The pull of an anchor in a training loop of one's own: one line around the loop.
 
 The loop is any loop: what optimizer steps, and how batches are made, is its own affair. Prints what is kept of the old
 domain and learned of the new one, without the pull and with it.
@@ -20,10 +20,7 @@ def shapes(shift: float, seed: int) -> TensorDataset:
     return TensorDataset(noise + 3 * nn.functional.one_hot((labels + int(shift)) % 8, 8), labels)
 
 
-def train(model: nn.Module, data: TensorDataset, penalty: ewc.Penalty | None = None) -> None:
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    if penalty is not None:
-        penalty.attach(optimizer)  # from here on every step of the optimizer has the pull in it, once
+def train(model: nn.Module, data: TensorDataset, optimizer: torch.optim.Optimizer) -> None:
     for epoch in range(20):
         loader = DataLoader(data, batch_size=50, shuffle=True, generator=torch.Generator().manual_seed(epoch))
         for inputs, labels in loader:
@@ -37,12 +34,17 @@ def main() -> None:
     for held in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
-        train(model, old)
+        train(model, old, torch.optim.Adam(model.parameters(), lr=3e-3))
         anchor = ewc.consolidate(model, old)
-        penalty = ewc.Penalty(model, anchor, 100.0) if held else None
-        train(model, new, penalty)
-        kept, learned = ewc.evaluate(model, {"old": old, "new": new})
-        print(f"{'held' if held else 'plain'}: old domain {kept.accuracy:.1%}, new domain {learned.accuracy:.1%}")
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        # Inside the block every step of the optimizer has the pull in it, once.
+        with ewc.Penalty(model, anchor, 100.0 if held else 0.0).attach(optimizer) as attached:
+            train(model, new, optimizer)
+        scores = ewc.evaluate(model, {"old": old, "new": new})
+        print(
+            f"{'held' if held else 'plain'}: old domain {scores['old'].accuracy:.1%}, new domain "
+            f"{scores['new'].accuracy:.1%}, penalty {attached.penalty.value():.3f}"
+        )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from ewc_finetune.anchor import describe
 from ewc_finetune.anchor.half_precision import decode, encode
 from ewc_finetune.anchor.hub_weights import ReferringSource, still_elsewhere
 from ewc_finetune.anchor.kronecker_tensors import (
@@ -35,6 +36,7 @@ from ewc_finetune.errors import AnchorError, NonFiniteError, counted
 from ewc_finetune.hub.address import HubAddress, is_address
 from ewc_finetune.hub.anchor_files import HubAnchor, fetch_anchor
 from ewc_finetune.modules.finite import check_buffer, check_buffers, check_weight, check_weights, is_known_dtype
+from ewc_finetune.specs.html import html_table
 from ewc_finetune.storage.atomic import atomic_write, sha256
 from ewc_finetune.storage.checksums import KEY, CheckedSource
 from ewc_finetune.storage.lazy_tensors import TensorFile, shapes_of, write_tensors
@@ -70,8 +72,7 @@ class Anchor:
     probes: Sequence[Probe] = ()
 
     def __repr__(self) -> str:
-        held = sum(shape.numel() for shape in self.held_shapes().values())
-        numbers = sum(shape.numel() for shape in shapes_of(self.weights).values())
+        held, numbers = self._numbers
         blocks = f", {len(self.blocks)} K-FAC blocks" if self.blocks else ""
         probes = f", {counted(len(self.probes), 'probe')}" if self.probes else ""
         place = self.place or self.path
@@ -80,6 +81,26 @@ class Anchor:
             f"holds {held:,} of {numbers:,} weights in {counted(len(self.weights), 'tensor')}{blocks}{probes}"
             f"{'' if place is None else f', {place}'}>"
         )
+
+    @property
+    def _numbers(self) -> tuple[int, int]:
+        """How many weights it holds, and how many there are."""
+        held, every = self.held_shapes(), shapes_of(self.weights)
+        return sum(shape.numel() for shape in held.values()), sum(shape.numel() for shape in every.values())
+
+    def _repr_html_(self) -> str:
+        origin = self.provenance
+        held, numbers = self._numbers
+        facts = [
+            ("data", describe.data(origin.data, origin.samples)),
+            ("curvature", describe.joined(describe.curvature(vars(origin)), describe.estimate(vars(origin)))),
+            ("likelihood", origin.likelihood),
+            ("holds", f"{held:,} of {numbers:,} weights"),
+            ("probes", counted(len(self.probes), "probe") if self.probes else ""),
+            ("scores", describe.scores(origin.scores)),
+            ("file", str(self.place or self.path or "")),
+        ]
+        return html_table((), [fact for fact in facts if fact[1]], f"anchor {origin.name}")
 
     @property
     def label(self) -> str:

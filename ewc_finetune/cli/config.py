@@ -83,16 +83,17 @@ def check_named(context: click.Context, note: Callable[[str], None]) -> None:
     from ewc_finetune.checkpoint.architecture import names_code as code_of_architecture
     from ewc_finetune.checkpoint.location import is_there
     from ewc_finetune.data.sources import names_code as code_of_data
+    from ewc_finetune.likelihood.objective import names_code as code_of_loss
     from ewc_finetune.specs.importing import find_own, working_directory_on_path
 
     options = {option.name: option for option in context.command.params}
+    codes = {"architecture": code_of_architecture, "data": code_of_data, "loss": code_of_loss}
     wrong: list[str] = []
     for name, path in named.items():
         value, option = context.params[name], f"--{_name(options[name])}"
         texts = [value] if isinstance(value, str) else value or []
-        code_of = code_of_architecture if naming[name] == "architecture" else code_of_data
         for text in dict.fromkeys(texts):
-            head = None if name == "model" and is_there(text) else code_of(text)
+            head = None if name == "model" and is_there(text) else codes[str(naming[name])](text)
             if head is None:
                 continue
             try:
@@ -111,6 +112,8 @@ def _is_from_file(context: click.Context, name: str) -> bool:
 def _value(option: click.Parameter, value: Any, where: str) -> Any:
     """Return a value of a file as click would find it on the command line."""
     many = isinstance(option, click.Option) and option.multiple
+    if isinstance(value, list) and isinstance(option, DeclaredOption) and option.declared.joined:
+        return ",".join(map(str, value))
     if isinstance(value, list) and not many:
         raise UsageError(f"{where} is a list; it takes one value")
     values = value if isinstance(value, list) else [value]

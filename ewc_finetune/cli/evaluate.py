@@ -24,17 +24,5 @@ def evaluate(model: str, data: list[str], printer: Printer, **options: Any) -> N
     from ewc_finetune.commands.evaluate import evaluate as run
 
     scores = run(model, data, progress=printer, **options)
-    perplexity = any(score.perplexity is not None for score in scores)
-    printer.table(
-        ["domain", "samples", "loss", "accuracy", *(["perplexity"] if perplexity else [])],
-        [
-            [
-                s.domain,
-                f"{s.samples:,}",
-                f"{s.loss:.4f}",
-                *("-" if v is None else f"{v:.4f}" for v in (s.accuracy, s.perplexity)[: 1 + perplexity]),
-            ]
-            for s in scores
-        ],
-    )
+    printer.table(*scores.table())
     printer.result({"model": model, "scores": [vars(s) for s in scores]})

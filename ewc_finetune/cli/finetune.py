@@ -49,30 +49,8 @@ def finetune(model: str | None, data: str, output: str | None, dry_run: bool, pr
         printer.document(estimate(run, model, data, progress=printer, **options), "dry-run")
         return
     done = run(model, data, progress=printer, **options)
-    loss = "loss (perplexity)" if any(score.perplexity is not None for score in done.before) else "loss"
-    printer.table(
-        ["domain", "accuracy before", "after", "change", f"{loss} before", "after"],
-        [
-            [
-                b.domain,
-                *(("-",) * 3 if b.accuracy is None or a.accuracy is None else _change(b.accuracy, a.accuracy)),
-                *(f"{s.loss:.4f}" if s.perplexity is None else f"{s.loss:.4f} ({s.perplexity:.2f})" for s in (b, a)),
-            ]
-            for b, a in zip(done.before, done.after, strict=True)
-        ],
-    )
-    printer.table(
-        ["what is kept of the probes", "inputs", "unchanged", "divergence"],
-        [
-            [
-                f"{kept.data} in {kept.anchor}",
-                f"{kept.samples:,}",
-                "-" if kept.unchanged is None else f"{kept.unchanged:.1%}",
-                f"{kept.divergence:.4g} nats",
-            ]
-            for kept in done.retention
-        ],
-    )
+    for headers, rows in done.tables():
+        printer.table(headers, rows)
     if not done.after:
         printer.note(
             f"nothing was scored, for {data} has no test split: ewc-ft evaluate {done.output} --data DATA scores the "
@@ -93,7 +71,3 @@ def finetune(model: str | None, data: str, output: str | None, dry_run: bool, pr
             "after": [vars(score) for score in done.after],
         }
     )
-
-
-def _change(before: float, after: float) -> tuple[str, str, str]:
-    return f"{before:.4f}", f"{after:.4f}", f"{after - before:+.4f}"

@@ -30,22 +30,6 @@ def mend(model: str, data: str, output: str | None, printer: Printer, **options:
     from ewc_finetune.commands.mend import mend as run
 
     done = run(model, data, output=output or default_output(model), progress=printer, **options)
-    domains = [scored.domain for scored in done.points[0].scores]
-    probes = [f"probe of {kept.data}" for kept in done.points[0].retention]
-    printer.table(
-        ["old to new", *domains, *probes, ""],
-        [
-            [
-                point.name,
-                *(
-                    f"{scored.loss:.4f}" if scored.accuracy is None else f"{scored.accuracy:.4f}"
-                    for scored in point.scores
-                ),
-                *("-" if kept.unchanged is None else f"{kept.unchanged:.1%}" for kept in point.retention),
-                "taken" if n == done.chosen else "",
-            ]
-            for n, point in enumerate(done.points)
-        ],
-    )
+    printer.table(*done.table())
     printer.note(f"{done.output}: {done.taken.name}, {done.why}")
     printer.result(done.to_json())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -57,12 +58,12 @@ class Printer:
 
     @contextmanager
     def bar(self, title: str, total: int | None, unit: str) -> Iterator[Bar]:
-        """Draw a bar with speed and time left; where there is no terminal, print a line a minute instead."""
-        title = printable(title)
-        if not self.quiet and not sys.stderr.isatty():
+        """Draw a bar with speed and time left; without a terminal or notebook, print a line a minute."""
+        title, bars = printable(title), _notebook_bars()
+        if not self.quiet and bars is None and not sys.stderr.isatty():
             yield _Lines(title, total, unit, self.note)
             return
-        with tqdm(
+        with (bars or tqdm)(
             desc=title, total=total, unit=f" {unit}", disable=self.quiet, file=sys.stderr, dynamic_ncols=True
         ) as bar:
             yield _Bar(bar)
@@ -99,6 +100,17 @@ class Printer:
         """
         if self.as_json:
             print_result(kind or self.command, self.command, document)
+
+
+def _notebook_bars() -> Any:
+    """Return tqdm's bars for notebooks; None outside of one, or where its widgets are not installed."""
+    if "ipykernel" not in sys.modules:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says so where there are no widgets, and a line a minute will do
+        from tqdm.auto import tqdm as bars
+        from tqdm.notebook import tqdm_notebook
+    return bars if issubclass(bars, tqdm_notebook) else None
 
 
 class _Lines:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -16,6 +16,8 @@ from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.sources import resolve_domains
 from ewc_finetune.evaluation.bound_domain import bind
 from ewc_finetune.evaluation.chance import say_numbering, warn_at_chance
+from ewc_finetune.evaluation.evaluation import Evaluation
+from ewc_finetune.evaluation.metrics import check_metrics
 from ewc_finetune.evaluation.options import EvaluateOptions
 from ewc_finetune.evaluation.presenting import presented
 from ewc_finetune.evaluation.score import Score, score
@@ -27,8 +29,8 @@ from ewc_finetune.specs.options import check_declared, takes
 
 
 @takes(EvaluateOptions)
-def evaluate(options: EvaluateOptions) -> list[Score]:
-    """Score a model on one domain or several.
+def evaluate(options: EvaluateOptions) -> Evaluation:
+    """Score a model on one domain or several: a list of scores in their order, each to be had by its name too.
 
     Args:
         options: Model and data, and by their names the others of `EvaluateOptions`.
@@ -74,13 +76,14 @@ def plan(options: EvaluateOptions) -> EvaluationPlan:
         loaded = replace(loaded, model=with_head_of(loaded.model, anchor), metadata=classes)
     device = choose_device(options.device)
     rule = get_likelihood(options.likelihood or loaded.likelihood)
+    check_metrics(options.metrics, rule.name)
     domains = resolve_domains(options.data, "test", options.data_dir)
     for domain in domains:
         refuse_augmented(domain, "evaluate")
     return EvaluationPlan(options, loaded, domains, rule, device)
 
 
-def run(todo: EvaluationPlan) -> list[Score]:
+def run(todo: EvaluationPlan) -> Evaluation:
     """Score the model on each domain.
 
     Raises:
@@ -93,17 +96,17 @@ def run(todo: EvaluationPlan) -> list[Score]:
             shown = presented(domain, loaded, progress)
             say_numbering(shown, loaded, progress)
             bound.append(bind(loaded, shown, rule, device, progress))
-        scores: list[Score] = []
+        scores = Evaluation()
         for one in bound:
             with _told_if_lost(scores, progress), progress.bar(one.name, one.domain.size, "sample") as bar:
-                scored = score(loaded.model, one, todo.options.batch_size, device, bar)
+                scored = score(loaded.model, one, todo.options.batch_size, device, bar, todo.options.metrics)
             warn_at_chance(one, loaded, scored.accuracy, scored.samples, progress, own=False)
             scores.append(scored)
     return scores
 
 
 @contextmanager
-def _told_if_lost(scores: list[Score], progress: Progress) -> Iterator[None]:
+def _told_if_lost(scores: Sequence[Score], progress: Progress) -> Iterator[None]:
     """Say the scores that are there when a later one cannot be had."""
     try:
         yield

@@ -95,7 +95,7 @@ class Domain:
                 f"{self.name} has no labels that say how many classes there are. Name them (target=NAME of tables, "
                 "arrays and datasets), or build the model and pass it as a module"
             )
-        return int(self.labels.max()) + 1
+        return self.labels.shape[1] if self.labels.ndim == 2 else int(self.labels.max()) + 1
 
     def count_batches(self, batch_size: int) -> int | None:
         """Return how many batches one walk has, or None where it is not known."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ewc_finetune.choices import LIKELIHOODS, LikelihoodName
+from ewc_finetune.choices import LIKELIHOODS, METRICS, LikelihoodName, MetricName
 from ewc_finetune.specs.command_options import Computing, Told
 from ewc_finetune.specs.groups import Group
 from ewc_finetune.specs.options import option
@@ -15,6 +16,28 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ewc_finetune.anchor.anchor import Anchor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """What is measured on each domain beside loss and accuracy.
+
+    Attributes:
+        metrics: Of regressions (gaussian) `mae`, `rmse` and `r2`, the mean over the outputs; of classes and answers
+            `f1`, `balanced-accuracy` and `auc` (of a class against the others), means over classes or outputs. They
+            take the package torchmetrics, `pip install 'ewc-finetune[metrics]'`. None where the samples don't define
+            it.
+    """
+
+    GROUP: ClassVar = Group.SCORES
+
+    metrics: Sequence[MetricName] = option(
+        (),
+        "A figure to score by beside loss and accuracy; repeatable.",
+        name="metric",
+        many=True,
+        choices=tuple(METRICS),
+    )
 
 
 @dataclass(frozen=True)
@@ -48,7 +71,7 @@ class Scoring:
 
 
 @dataclass(frozen=True)
-class EvaluateOptions(Computing, Scoring, Told):
+class EvaluateOptions(Computing, Measuring, Scoring, Told):
     """What `evaluate` is asked for; where to compute is said in `Computing`.
 
     Each option has its help where it is declared; `Attributes` says what there is to know beside that.

@@ -68,7 +68,7 @@ def _tried(todo: Plan, job: Job) -> Estimate:
             tried = replace(job.new, domain=replace(job.new.domain, samples=batches, labels=None, collate=None))
             few = replace(schedule, epochs=min(1, schedule.epochs), log_every=1, eval_every=None, workers=0)
             with job.freezing(), Silent().bar("", None, "") as bar:
-                Trainer(model, tried, job.penalty, job.rehearsal, few, shuffle, bar, clock).run()
+                Trainer(replace(job, new=tried), few, shuffle, bar, clock).run()
     evaluations = schedule.epochs + more + 1
     if schedule.eval_every is not None and steps is not None:
         evaluations = steps // schedule.eval_every + 1

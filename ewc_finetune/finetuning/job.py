@@ -23,6 +23,7 @@ from ewc_finetune.evaluation.presenting import presented, say_anchors
 from ewc_finetune.finetuning.head import class_names, give_head, head_names
 from ewc_finetune.finetuning.notes import say
 from ewc_finetune.finetuning.plan import Plan
+from ewc_finetune.likelihood.objective import Loss, balanced
 from ewc_finetune.modules.devices import on_device, random_state_kept
 from ewc_finetune.modules.heads import find_head, give_place, is_headless
 from ewc_finetune.modules.modes import normalisation_layers
@@ -41,6 +42,7 @@ class Job:
     Attributes:
         start: The model, with the head that it is trained with.
         new: The new domain, as the model takes it.
+        loss: What training makes small there.
         watched: The domains to score, as the model takes them.
         penalty: The penalty of the anchors; None without any.
         rehearsal: What is rehearsed; None where nothing is.
@@ -52,6 +54,7 @@ class Job:
 
     start: LoadedModel
     new: BoundDomain
+    loss: Loss
     watched: list[BoundDomain]
     penalty: Penalty | None
     rehearsal: Rehearsal | None
@@ -88,6 +91,11 @@ def ready(plan: Plan, strengths: Sequence[float] | None, progress: Progress) -> 
         known: Sequence[float | None] = [None] * len(plan.anchors) if strengths is None else strengths
         held = list(zip(plan.anchors, known, strict=True))
         say(progress, job.start, held, job.penalty, job.rehearsal, plan.schedule, plan.fresh)
+        if str(plan.objective):
+            progress.note(
+                f"training has {plan.objective}; the curvature, the penalty and all scores stay those of the "
+                f"{plan.likelihood.name} likelihood"
+            )
         yield job
 
 
@@ -115,6 +123,7 @@ def _matched(plan: Plan, strengths: Sequence[float], undoing: contextlib.ExitSta
     with random_state_kept(plan.device):
         if new.domain.indexable and plan.schedule.epochs and not new.domain.labelled:
             raise DataError(f"{new.domain.name} has no labels, and fine-tuning needs them")
+    loss = _loss(plan, new)
     say_anchors(anchors, new.input_spec, progress)
     watched = _watched(plan, start, new.input_spec, progress)
     growing = head_names(old) if old is not None and options.head == "expand" else ()
@@ -144,7 +153,31 @@ def _matched(plan: Plan, strengths: Sequence[float], undoing: contextlib.ExitSta
         progress.note(
             "nothing is rehearsed; what is kept is measured by those inputs of the probes that rehearsal leaves out"
         )
-    return Job(start, new, watched, penalty, rehearsal, measured, frozen, metadata, undoing)
+    return Job(start, new, loss, watched, penalty, rehearsal, measured, frozen, metadata, undoing)
+
+
+def _loss(plan: Plan, new: BoundDomain) -> Loss:
+    """Return the loss of training, with class weights that are counted where they are to be balanced.
+
+    Raises:
+        UsageError: if the labels are not to be had beforehand.
+    """
+    objective, domain, classes = plan.objective, new.domain, new.outputs[-1] if new.outputs else 1
+    if objective.class_weights == "balanced":
+        if domain.labels is None and not domain.indexable:
+            raise UsageError(
+                f"{domain.name} is a stream or loader, whose labels are not known beforehand to balance by; give "
+                "--class-weights a number for each class"
+            )
+        with random_state_kept(plan.device):
+            walk = domain.batches(plan.schedule.batch_size)
+            labels = [part for _, part in walk if part is not None] if domain.labels is None else [domain.labels]
+        for part in labels:  # of batches with any number of tokens
+            shape = new.outputs if part.is_floating_point() else (*part.shape[1:], classes)
+            new.likelihood.check_targets(part, shape, domain.name)
+        weights = balanced(labels, classes, domain.name)
+        objective = replace(objective, class_weights=weights)
+    return objective.bound(new.likelihood, classes)
 
 
 def _rehearsal(plan: Plan, start: LoadedModel, progress: Progress) -> Rehearsal | None:

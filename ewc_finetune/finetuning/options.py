@@ -18,6 +18,7 @@ from ewc_finetune.choices import (
     PenaltyForm,
 )
 from ewc_finetune.errors import UsageError
+from ewc_finetune.evaluation.options import Measuring
 from ewc_finetune.finetuning.schedule import Schedule
 from ewc_finetune.rehearsal.options import Rehearsing
 from ewc_finetune.specs.command_options import Computing, Told
@@ -108,7 +109,7 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adapting:
+class Adapting(Measuring):
     """What else a run and the runs of a sweep have; see `FinetuneOptions`."""
 
     GROUP: ClassVar = Group.TRAINING

@@ -20,6 +20,7 @@ from ewc_finetune.choices import BESIDE_REHEARSAL, DEFAULT_LAMBDA, LikelihoodNam
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.sources import resolve_domain, resolve_domains
 from ewc_finetune.errors import CheckpointError, Mistakes, UsageError
+from ewc_finetune.evaluation.metrics import check_metrics
 from ewc_finetune.evaluation.presenting import informed
 from ewc_finetune.finetuning.aims import Aim, aim_of
 from ewc_finetune.finetuning.best_state import selecting
@@ -30,6 +31,7 @@ from ewc_finetune.finetuning.request import listed
 from ewc_finetune.finetuning.resume import check_options, output_of
 from ewc_finetune.finetuning.schedule import Schedule
 from ewc_finetune.likelihood.base import Likelihood
+from ewc_finetune.likelihood.objective import Objective, objective_of
 from ewc_finetune.likelihood.registry import get_likelihood
 from ewc_finetune.modules.devices import choose_device
 from ewc_finetune.modules.modes import normalisation_layers
@@ -64,7 +66,8 @@ class Plan:
         specs: The spec of each that has one.
         chosen: Of these, the names of those that say which state is the best; None where nothing asks.
         aim: What a search for lambda is to look for.
-        likelihood: Gives the loss.
+        likelihood: What the model's outputs mean.
+        objective: What training makes small.
         device: The device to compute on.
         output: The checkpoint to write.
         overwrite: Whether what is there may be replaced.
@@ -84,6 +87,7 @@ class Plan:
     chosen: tuple[str, ...] | None
     aim: Aim
     likelihood: Likelihood
+    objective: Objective
     device: torch.device
     output: Path | None
     overwrite: bool
@@ -140,7 +144,11 @@ def plan(options: FinetuneOptions, opened: LoadedModel | None = None) -> Plan:
         rehearsed = _rehearsed(options, anchors if len(anchors) == len(given) else None)
     if loaded:
         with mistakes.noted():
-            rule = get_likelihood(_likelihood_of(options.likelihood, anchors, start), options)
+            rule = get_likelihood(_likelihood_of(options.likelihood, anchors, start))
+            with mistakes.noted():
+                objective = objective_of(options, rule.name)
+            with mistakes.noted():
+                check_metrics(options.metrics, rule.name)
         with mistakes.noted():
             scored, specs = _scored(options, domain, anchors, progress)
             scored, names = _also_selected(scored, specs, options.select_on, options.data_dir)
@@ -150,12 +158,13 @@ def plan(options: FinetuneOptions, opened: LoadedModel | None = None) -> Plan:
             aim = aim_of(options, names, anchors)
     mistakes.check()
     schedule = replace(options, norm_stats=options.norm_stats or ("update" if fresh else "frozen"))
-    facts = {"read": domain.read_singly, "normalised": bool(normalisation_layers(start.model))}
+    layers = normalisation_layers(start.model)
+    facts = {"read": domain.read_singly, "normalised": bool(layers), "scored": bool(scored)}
     say_idle(options, FINETUNE, facts, progress)
     start = informed(start, anchors)
     return Plan(
         options, schedule, start, fresh, anchors, strengths, domain, rehearsed, scored, specs, chosen, aim, rule,
-        device, output, overwrite, earlier,
+        objective, device, output, overwrite, earlier,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ewc_finetune.choices import MetricName
 from ewc_finetune.evaluation.bound_domain import BoundDomain
 from ewc_finetune.evaluation.probe import Retention
 from ewc_finetune.evaluation.retention import Meter
@@ -26,6 +27,7 @@ class Readings:
         meters: Measure what is kept of each probe.
         batch_size: Samples at once.
         device: The device that the model is on.
+        metrics: What is measured of each domain beside loss and accuracy.
 
     Attributes:
         scores: The latest of the domains.
@@ -40,16 +42,19 @@ class Readings:
         meters: Sequence[Meter],
         batch_size: int,
         device: torch.device,
+        metrics: Sequence[MetricName] = (),
     ) -> None:
         self.model, self.watched, self.meters = model, watched, meters
-        self.batch_size, self.device = batch_size, device
+        self.batch_size, self.device, self.metrics = batch_size, device, metrics
         self.scores: list[Score] = []
         self.retention: list[Retention] = []
         self.spacing = sum(meter.probe.samples for meter in meters) / (_METERING * batch_size / 2)
 
     def score(self) -> list[Score]:
         """Score every watched domain."""
-        self.scores = [score(self.model, bound, self.batch_size, self.device) for bound in self.watched]
+        self.scores = [
+            score(self.model, bound, self.batch_size, self.device, metrics=self.metrics) for bound in self.watched
+        ]
         return self.scores
 
     def measure(self) -> list[Retention]:

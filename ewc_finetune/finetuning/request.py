@@ -13,7 +13,7 @@ from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.finetuning.options import FinetuneOptions
 from ewc_finetune.hub.address import HubAddress
-from ewc_finetune.runs.options_file import to_command
+from ewc_finetune.runs.options_file import to_command, to_text
 from ewc_finetune.specs.options import declared, names_of, spoken
 
 # Options that no file may say.
@@ -26,6 +26,8 @@ def asked(options: FinetuneOptions) -> dict[str, Any]:
     for one, known in declared(options):
         if known.recorded:
             value = getattr(options, one.name)
+            if known.joined and isinstance(value, (list, tuple)):
+                value = ",".join(map(to_text, value))
             many = one.name == "anchors" or (one.name == "lambdas" and value not in (None, "auto"))
             said[spoken(options, one.name)] = _plain(listed(value) if many else value)
     return said

@@ -16,6 +16,7 @@ from ewc_finetune.checkpoint.formats.state_dict import StateDict, save_state_dic
 from ewc_finetune.checkpoint.open import LoadedModel
 from ewc_finetune.data.texts import Generated
 from ewc_finetune.errors import OccupiedError, RetentionError, StorageError
+from ewc_finetune.evaluation.evaluation import Evaluation
 from ewc_finetune.evaluation.retention import meters
 from ewc_finetune.finetuning.aims import what_keeps_more
 from ewc_finetune.finetuning.best_state import Selection
@@ -80,8 +81,8 @@ def run(todo: Plan) -> Finetuned:
                 _write(todo, job, observer, folder, todo.output, steps)
     return Finetuned(
         model=job.start.model,
-        before=observer.before,
-        after=observer.readings.scores,
+        before=Evaluation(observer.before),
+        after=Evaluation(observer.readings.scores),
         history=observer.history,
         search=search,
         steps=steps,
@@ -109,7 +110,8 @@ def _observer(
     """
     model, size = job.start.model, 2 * todo.schedule.batch_size
     selection = None if todo.chosen is None else Selection(todo.chosen, todo.schedule.patience)
-    readings = Readings(model, job.watched, meters(model, job.measured, job.metadata.head), size, todo.device)
+    probes, metrics = meters(model, job.measured, job.metadata.head), todo.options.metrics
+    readings = Readings(model, job.watched, probes, size, todo.device, metrics)
     of_caller = isinstance(todo.options.model, nn.Module)
     checkpoints = RunCheckpoints(model, job.metadata, folder, selection, of_caller, job.undoing.pop_all().close)
     advice = what_keeps_more(todo.options, found)
@@ -180,7 +182,7 @@ def _train(
         job.freezing(),
         progress.bar(f"fine-tuning on {domain.name}", total, "step") as bar,
     ):
-        trainer = Trainer(model, job.new, job.penalty, job.rehearsal, schedule, shuffle, bar, observer)
+        trainer = Trainer(job, schedule, shuffle, bar, observer)
         steps = trainer.run(None if state is None else state["training"], go_on=not checkpoints.exhausted)
         if trainer.skipped:
             progress.note(f"{trainer.skipped:,} of {steps:,} steps were skipped, for gradients overflowed in fp16")

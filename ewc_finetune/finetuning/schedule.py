@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ewc_finetune.choices import (
     AMPS,
@@ -22,10 +23,22 @@ from ewc_finetune.errors import UsageError
 from ewc_finetune.specs.groups import Group
 from ewc_finetune.specs.options import check_declared, is_number, option
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 # Steps between two lines of the log.
 _LOG_EVERY = 50
 # The lines that the log of a run has at least, where that takes smaller steps.
 _LEAST_LINES = 20
+
+
+def _weights(text: str) -> tuple[float, ...] | str:
+    if text == "balanced":
+        return text
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError:
+        raise UsageError(f"{text!r} is neither balanced nor numbers joined by commas, one for each class") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +61,14 @@ class Schedule:
             scaled. Weights stay in float32, and so do scores.
         label_smoothing: What share of each label is spread evenly over all classes in training (Szegedy et al. 2016,
             equation 2), 0 to 1; cross-entropy alone. Scores are of the labels as they are.
+        class_weights: What the loss of each class is multiplied by in training, a list with a number for each of the
+            model's outputs; or `balanced`, the inverse of how often a class is a label of the new domain, with a mean
+            of 1 over its samples. A batch's loss is the sum by its number of samples, whatever their weights.
+        focal: Gamma of the focal loss (Lin et al. 2017, equation 4), which multiplies the loss of an answer that the
+            model gives probability p by (1 - p)^gamma.
+        loss: A loss of one's own in the place of the likelihood's: `package.module:function` or the function, which
+            takes outputs and targets of a batch and returns a scalar, the mean over the batch. Values behind a question
+            mark are its keyword arguments. The curvature, the penalty and all scores stay those of the likelihood.
         norm_stats: Whether normalisation statistics stay as they are (`frozen`) or follow the new data (`update`);
             unless given frozen, but update for fresh weights, whose statistics nothing has filled yet.
         keep: Which state is written at the end: the `last`, or the `best` of all evaluations, that before the first
@@ -79,6 +100,30 @@ class Schedule:
         0.0,
         "What share of each label is spread evenly over all classes in training; cross-entropy alone.",
         metavar="X",
+        setting="training",
+    )
+    class_weights: Sequence[float] | Literal["balanced"] | None = option(
+        None,
+        "What the loss of each class is multiplied by in training: a number for each, or by how rare it is (balanced).",
+        read=_weights,
+        joined=True,
+        metavar="balanced|W,W,...",
+        unless="1 for each",
+        setting="training",
+    )
+    focal: float = option(
+        0.0,
+        "Gamma of the focal loss, by which sure answers count for less in training.",
+        metavar="X",
+        setting="training",
+    )
+    loss: str | Callable[[Tensor, Tensor], Tensor] | None = option(
+        None,
+        "A loss of your own to train with, a function of outputs and targets (package.module:function).",
+        read=str,
+        metavar="FUNCTION",
+        unless="the likelihood's",
+        code="loss",
         setting="training",
     )
     norm_stats: NormStats | None = option(
@@ -135,6 +180,11 @@ class Schedule:
             raise UsageError(f"warmup is {self.warmup}; expected a share below 1, or a whole number of steps")
         if not (is_number(self.label_smoothing) and 0 <= self.label_smoothing <= 1):
             raise UsageError(f"label smoothing is {self.label_smoothing}; expected a share from 0 to 1")
+        if not (is_number(self.focal) and self.focal >= 0):
+            raise UsageError(f"focal is {self.focal}; expected gamma, a finite number, 0 or above")
+        _check_weights(self.class_weights)
+        if not (self.loss is None or isinstance(self.loss, str) or callable(self.loss)):
+            raise UsageError(f"loss is a {type(self.loss).__name__}; expected a function, or where one is to be found")
         if not (is_number(self.momentum) and 0 <= self.momentum < 1):
             raise UsageError(f"momentum is {self.momentum}; expected 0 or above, and below 1")
 
@@ -178,3 +228,14 @@ class Schedule:
             return self.lr
         done = min(1.0, (step - 1 - warmup) / max(1, steps - warmup))
         return self.lr * (1 - done if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def _check_weights(weights: object) -> None:
+    if weights is None or weights == "balanced":
+        return
+    numbers = weights if isinstance(weights, (list, tuple)) else ()
+    if not all(is_number(weight) and weight >= 0 for weight in numbers) or not any(numbers):
+        raise UsageError(
+            f"class weights are {weights!r:.80}; expected balanced, or a list with a finite number, 0 or above, for "
+            "each class, not all of them 0"
+        )

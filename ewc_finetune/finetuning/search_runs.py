@@ -78,6 +78,7 @@ def _short(plan: Plan) -> FinetuneOptions:
         keep=None,
         retain=None,
         select_on=(),
+        metrics=(),
         tolerance=DEFAULT_TOLERANCE,
         output=None,
         overwrite=False,

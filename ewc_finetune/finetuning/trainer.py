@@ -14,15 +14,13 @@ from ewc_finetune.data.augmentation import augmented
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.input_spec import feed
 from ewc_finetune.errors import DataError, NonFiniteError, UsageError
-from ewc_finetune.evaluation.bound_domain import BoundDomain
+from ewc_finetune.finetuning.job import Job
 from ewc_finetune.finetuning.schedule import Schedule
 from ewc_finetune.modules.batch import Batch, call, count
 from ewc_finetune.modules.devices import random_state, set_random_state
 from ewc_finetune.modules.finite import check_model
 from ewc_finetune.modules.modes import normalisation_layers, set_training
-from ewc_finetune.penalty.penalty import Penalty
 from ewc_finetune.progress import Bar
-from ewc_finetune.rehearsal.rehearsal import Rehearsal
 
 
 class Observer(Protocol):
@@ -46,10 +44,8 @@ class Trainer:
     """Trains a model on one domain, pulled back by the penalty.
 
     Args:
-        model: Trained in place, on its device.
-        new: The new domain.
-        penalty: Pulls at every step; None for plain training.
-        rehearsal: Adds its loss at every step; None without any.
+        job: The model, trained in place on its device, the new domain, the loss that is made small there, and what
+            holds the model at every step.
         schedule: How long and how fast.
         shuffle: Draws the order of the samples.
         bar: Told of the steps, with task loss and penalty apart.
@@ -61,17 +57,15 @@ class Trainer:
 
     def __init__(
         self,
-        model: nn.Module,
-        new: BoundDomain,
-        penalty: Penalty | None,
-        rehearsal: Rehearsal | None,
+        job: Job,
         schedule: Schedule,
         shuffle: torch.Generator,
         bar: Bar,
         observer: Observer,
     ) -> None:
+        model, new, penalty = job.start.model, job.new, job.penalty
         self.model, self.domain, self.input_spec, self.likelihood = model, new.domain, new.input_spec, new.likelihood
-        self.penalty, self.rehearsal, self.schedule = penalty, rehearsal, schedule
+        self.loss, self.penalty, self.rehearsal, self.schedule = job.loss, penalty, job.rehearsal, schedule
         self.shuffle, self.bar, self.observer = shuffle, bar, observer
         self.device = next(model.parameters()).device
         self.optimizer = make_optimizer(model, schedule)
@@ -210,7 +204,7 @@ class Trainer:
             if self.domain.labels is None:
                 where = f"{self.domain.name}, step {self.step + 1}"
                 self.likelihood.check_targets(targets, tuple(outputs.shape[1:]), where)
-            loss = self.likelihood.training_loss(outputs, targets)
+            loss = self.loss(outputs, targets)
             if samples:
                 loss = loss * (count(inputs) / samples)
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]

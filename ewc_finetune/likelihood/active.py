@@ -39,6 +39,8 @@ class Active(Likelihood):
         return vector.new_zeros(like.shape).index_copy_(-1, self.outputs.to(vector.device), vector)
 
     def _map(self, targets: Tensor) -> Tensor:
+        if targets.is_floating_point():  # a probability for each of the model's classes
+            return self._take(targets)
         places = torch.searchsorted(self.outputs.to(targets.device), targets)
         return torch.where(targets == IGNORED, targets, places)
 
@@ -46,9 +48,13 @@ class Active(Likelihood):
         """See `Likelihood`."""
         return self.inner.loss(self._take(outputs), self._map(targets))
 
-    def training_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def counting(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """See `Likelihood`."""
-        return self.inner.training_loss(self._take(outputs), self._map(targets))
+        return self._take(outputs), self._map(targets)
+
+    def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Likelihood`."""
+        return self.inner.rows(self._take(outputs), self._map(targets))
 
     def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See `Likelihood`."""
@@ -66,6 +72,9 @@ class Active(Likelihood):
     def check_targets(self, targets: Tensor, output_shape: tuple[int, ...], where: str) -> None:
         """Check that the targets are among the outputs that count."""
         self.inner.check_targets(targets, output_shape, where)
+        if targets.is_floating_point():
+            self.inner.check_targets(self._take(targets), (len(self.outputs),), f"{where}, of the active outputs")
+            return
         beyond = targets[~torch.isin(targets, self.outputs.to(targets.device)) & (targets != IGNORED)]
         if len(beyond):
             raise DataError(

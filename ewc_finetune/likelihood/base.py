@@ -17,6 +17,8 @@ from ewc_finetune.modules.precision import wide
 IGNORED = -100
 # The largest answer that is kept: half precision has none beyond it.
 LARGEST_OUTPUT = torch.finfo(torch.float16).max
+# How far from 1 the sum of probabilities may be: that of 1,000 classes in half precision is.
+_SLACK = 1e-3
 
 
 class Likelihood(ABC):
@@ -26,21 +28,23 @@ class Likelihood(ABC):
         name: The name on the command line.
         metric: What `right` counts, for people: None where nothing is right or wrong.
         kept: The dtype in which `answers` are kept.
-        trained_with: Options of training that its loss takes, which are its arguments.
     """
 
     name: str
     metric: str | None = "accuracy"
     kept: torch.dtype = torch.float16
-    trained_with: tuple[str, ...] = ()
 
     @abstractmethod
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean over the batch of the negative log-likelihood, in nats, as a scalar to differentiate."""
 
-    def training_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return what training makes small: the loss, unless an option of training says otherwise."""
-        return self.loss(outputs, targets)
+    def counting(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the outputs that count, and targets numbered among them; of the same samples and tokens."""
+        return outputs, targets
+
+    def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return outputs and targets that count, with one answer to a row: a sample's, or a token's."""
+        return self.counting(outputs, targets)
 
     @abstractmethod
     def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -195,4 +199,27 @@ def check_classes(targets: Tensor, classes: int, where: str) -> None:
             f"{where}: {beyond.numel()} of {targets.numel()} labels are not among the model's {classes} classes "
             f"(0 to {classes - 1}): found {found}. Choose the classes with ?classes=0-{classes - 1}, or use a "
             "model with more outputs"
+        )
+
+
+def check_probabilities(targets: Tensor, classes: int, where: str) -> None:
+    """Refuse soft labels that are no probabilities of these classes.
+
+    Raises:
+        DataError: naming the sample, and what was found.
+    """
+    if targets.shape[1] != classes:
+        raise DataError(
+            f"{where}: the labels have shape {tuple(targets.shape)}, and the model has {classes} classes; expected a "
+            "probability for each class"
+        )
+    rows = targets.double()
+    wrong = ~((rows >= 0).all(dim=1) & ((rows.sum(dim=1) - 1).abs() <= _SLACK))
+    if wrong.any():
+        row = rows[wrong][0]
+        found = f"{row.min().item():g} is among them" if (row < 0).any() else f"they sum to {row.sum().item():g}"
+        raise DataError(
+            f"{where}: {int(wrong.sum())} of {len(rows)} soft labels are no probabilities (of the first, {found}); "
+            "expected numbers from 0 that sum to 1 for each sample. Numbers of other kinds go with --likelihood "
+            "gaussian or bernoulli"
         )

@@ -7,34 +7,27 @@ from torch import Tensor
 from torch.nn import functional
 
 from ewc_finetune.errors import DataError
-from ewc_finetune.likelihood.base import IGNORED, LARGEST_OUTPUT, Likelihood, check_classes
+from ewc_finetune.likelihood.base import IGNORED, LARGEST_OUTPUT, Likelihood, check_classes, check_probabilities
 from ewc_finetune.likelihood.output_fisher import OutputFisher, softmax_fisher
 from ewc_finetune.modules.precision import wide
 
 
 class Categorical(Likelihood):
-    """Softmax over classes: outputs are logits of shape `(batch, classes)`, targets are class indices `(batch,)`."""
+    """Softmax over classes: outputs are logits of shape `(batch, classes)`, targets are class indices `(batch,)`.
+
+    Targets may also be soft labels: a probability for each class, shape `(batch, classes)`.
+    """
 
     name = "categorical"
-    trained_with = ("label_smoothing",)
-
-    def __init__(self, label_smoothing: float = 0.0) -> None:
-        self.label_smoothing = label_smoothing
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy."""
-        return self._cross_entropy(outputs, targets, 0.0)
-
-    def training_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy with smoothed labels."""
-        return self._cross_entropy(outputs, targets, self.label_smoothing)
-
-    def _cross_entropy(self, outputs: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-        return functional.cross_entropy(wide(outputs), targets, label_smoothing=smoothing)
+        outputs = wide(outputs)
+        return functional.cross_entropy(outputs, targets.to(outputs) if targets.is_floating_point() else targets)
 
     def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Count the samples whose largest logit is the target's."""
-        return (outputs.argmax(dim=1) == targets).sum()
+        """Count the samples whose largest logit is the target's, or of a soft label that of its likeliest class."""
+        return (outputs.argmax(dim=1) == hard(targets)).sum()
 
     def check_outputs(self, outputs: Tensor, where: str) -> None:
         """Check that outputs are logits, one for each class."""
@@ -45,11 +38,14 @@ class Categorical(Likelihood):
             )
 
     def check_targets(self, targets: Tensor, output_shape: tuple[int, ...], where: str) -> None:
-        """Check that every target is one of the classes."""
+        """Check that every target is one of the classes, or a probability for each of them."""
+        if targets.ndim == 2 and targets.is_floating_point():
+            check_probabilities(targets, output_shape[-1], where)
+            return
         if targets.ndim != 1 or targets.is_floating_point():
             raise DataError(
                 f"{where}: the labels have shape {tuple(targets.shape)} and type {targets.dtype}; the categorical "
-                "likelihood needs one integer for each sample"
+                f"likelihood needs one integer for each sample, or probabilities of shape (batch, {output_shape[-1]})"
             )
         check_classes(targets, output_shape[-1], where)
 
@@ -59,6 +55,10 @@ class Categorical(Likelihood):
 
     def output_gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """`e_y - p`, in which the sum of the others takes the place of `1 - p_y`, which would cancel near certainty."""
+        if targets.is_floating_point():
+            raise DataError(
+                "the labels are probabilities, and this estimator takes one class for each sample; use exact or sampled"
+            )
         others = outputs.softmax(dim=-1).scatter_(-1, targets[..., None], 0)
         rest = others.sum(dim=-1, keepdim=True)
         return others.neg_().scatter_(-1, targets[..., None], rest)
@@ -95,6 +95,11 @@ class Categorical(Likelihood):
         return outputs.ndim == 2 and outputs.shape[1] >= answers.shape[1]
 
 
+def hard(targets: Tensor) -> Tensor:
+    """Return class indices: as they are, or of soft labels, shape `(rows, classes)`, the likeliest of each."""
+    return targets.argmax(dim=1) if targets.is_floating_point() else targets
+
+
 class PerToken(Categorical):
     """A categorical for each token of a sequence, which is one sample: log p(y | x) is their sum.
 
@@ -104,10 +109,15 @@ class PerToken(Categorical):
 
     name = "per-token"
 
-    def _cross_entropy(self, outputs: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-        """Sum over the tokens that count, for each sequence."""
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy, summed over the tokens of each sequence that count."""
         logits, labels = wide(outputs).flatten(0, 1), targets.flatten()
-        return functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing) / len(outputs)
+        return functional.cross_entropy(logits, labels, reduction="sum") / len(outputs)
+
+    def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Likelihood`."""
+        counted = targets != IGNORED
+        return outputs[counted], targets[counted]
 
     def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Sum over the sequences of the share of their tokens, of those that count, that have the largest logit."""

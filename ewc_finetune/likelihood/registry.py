@@ -18,27 +18,12 @@ from ewc_finetune.likelihood.gaussian import Gaussian
 _LIKELIHOODS: dict[str, type[Likelihood]] = {kind.name: kind for kind in (Categorical, PerToken, Bernoulli, Gaussian)}
 
 
-def get_likelihood(name: str, options: object = None) -> Likelihood:
+def get_likelihood(name: str) -> Likelihood:
     """Return the likelihood of that name.
 
-    Args:
-        name: The likelihood's name.
-        options: Options of training, of which a likelihood takes those that its loss has.
-
     Raises:
-        UsageError: if there is none, listing those that there are; or for an option that is of another one's loss.
+        UsageError: if there is none, listing those that there are.
     """
     if name not in _LIKELIHOODS:
         raise UsageError(f"no likelihood is called {name!r}. {suggest(name, _LIKELIHOODS)}")
-    kind, values = _LIKELIHOODS[name], dict[str, object]()
-    for option in dict.fromkeys(option for other in _LIKELIHOODS.values() for option in other.trained_with):
-        value = getattr(options, option, None)
-        if option in kind.trained_with and value is not None:
-            values[option] = value
-        elif value:
-            takers = [other.name for other in _LIKELIHOODS.values() if option in other.trained_with]
-            raise UsageError(
-                f"{option.replace('_', ' ')} is {value}, and the {name} likelihood has none; it is for "
-                f"{' and '.join(takers)}"
-            )
-    return kind(**values)
+    return _LIKELIHOODS[name]()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ewc_finetune.mending.mended import Point
+from ewc_finetune.mending.point import Point
 from ewc_finetune.reporting.plots import Axis, Chart, Curve
 
 
@@ -28,6 +28,11 @@ def chart(points: Sequence[Point], chosen: int) -> Chart:
     curves = [curve for curve in curves if curve.points]
     x, y = (_axis("learned", [one for one, _ in drawn.values()]), _axis("kept", [other for _, other in drawn.values()]))
     return Chart("Kept against learned", curves, x, y, drawn.get(chosen))
+
+
+def title_of(points: Sequence[Point]) -> str:
+    """Return what stands above the figure."""
+    return f"Between old and new, {'and polished' if any(point.steps for point in points) else 'without training'}"
 
 
 def _axis(label: str, values: Sequence[float]) -> Axis:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ewc_finetune.errors import RetentionError
 from ewc_finetune.evaluation.probe import least_unchanged
-from ewc_finetune.mending.mended import Point
+from ewc_finetune.mending.point import Point
 from ewc_finetune.reporting.frontier import knee
 
 

@@ -16,8 +16,8 @@ from ewc_finetune.evaluation.retention import Meter, meters
 from ewc_finetune.evaluation.score import score
 from ewc_finetune.finetuning.best_state import merit
 from ewc_finetune.likelihood.registry import get_likelihood
-from ewc_finetune.mending.mended import Point
 from ewc_finetune.mending.plan import MendPlan
+from ewc_finetune.mending.point import Point
 from ewc_finetune.penalty.merged_model import merged_model
 from ewc_finetune.progress import Progress, Silent
 

@@ -6,34 +6,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from torch import nn
 
-from ewc_finetune.evaluation.probe import Retention
-from ewc_finetune.evaluation.score import Score
-
-
-@dataclass(frozen=True)
-class Point:
-    """The model at one place between old and new.
-
-    Attributes:
-        name: Of the place.
-        ratio: What the old anchors weigh beside the new one there; None of a plain mean of the weights.
-        scores: On the domains that are scored.
-        retention: What it keeps of the old anchors' probes.
-        kept: What it keeps: the mean score on old domains, else the mean share of unchanged answers to probes (of
-            regressions the negative divergence); None where nothing tells.
-        learned: What it has learned: the score on the new domain; None where it has none.
-        steps: For how many steps it was polished there.
-    """
-
-    name: str
-    ratio: float | None
-    scores: tuple[Score, ...]
-    retention: tuple[Retention, ...]
-    kept: float | None
-    learned: float | None
-    steps: int = 0
+from ewc_finetune.mending.chart import chart, title_of
+from ewc_finetune.mending.point import Point
+from ewc_finetune.reporting.plots import figure_of
+from ewc_finetune.specs.html import html_table
 
 
 @dataclass(frozen=True)
@@ -58,6 +37,28 @@ class Mended:
     def taken(self) -> Point:
         """The point that was taken."""
         return self.points[self.chosen]
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Return heads and rows of a table for people, a row for each point."""
+        domains = [scored.domain for scored in self.points[0].scores]
+        probes = [f"probe of {kept.data}" for kept in self.points[0].retention]
+        rows = [
+            [
+                point.name,
+                *(f"{s.loss:.4f}" if s.accuracy is None else f"{s.accuracy:.4f}" for s in point.scores),
+                *("-" if kept.unchanged is None else f"{kept.unchanged:.1%}" for kept in point.retention),
+                "taken" if n == self.chosen else "",
+            ]
+            for n, point in enumerate(self.points)
+        ]
+        return ["old to new", *domains, *probes, ""], rows
+
+    def plot(self) -> Figure:
+        """Draw what each point keeps against what it has learned."""
+        return figure_of([chart(self.points, self.chosen)], title_of(self.points))
+
+    def _repr_html_(self) -> str:
+        return html_table(*self.table(), self.why)
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it in values that JSON has."""

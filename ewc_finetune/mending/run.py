@@ -20,12 +20,13 @@ from ewc_finetune.errors import RetentionError, StorageError
 from ewc_finetune.evaluation.probe import least_unchanged
 from ewc_finetune.finetuning.plan import Plan as FinetunePlan
 from ewc_finetune.finetuning.run import run as finetune
-from ewc_finetune.mending.chart import chart
+from ewc_finetune.mending.chart import chart, title_of
 from ewc_finetune.mending.choice import choose
 from ewc_finetune.mending.frontier import Measures, centre, places, put
-from ewc_finetune.mending.mended import Mended, Point
+from ewc_finetune.mending.mended import Mended
 from ewc_finetune.mending.options import MendOptions
 from ewc_finetune.mending.plan import MendPlan
+from ewc_finetune.mending.point import Point
 from ewc_finetune.modules.devices import on_device, random_state_kept
 from ewc_finetune.progress import Silent
 from ewc_finetune.reporting.plots import draw_charts
@@ -58,9 +59,8 @@ def run(todo: MendPlan, consolidate: Consolidate) -> Mended:
     if todo.output is not None:
         _write(todo, todo.output, points[chosen])
     if options.plot is not None:
-        how = "and polished" if todo.polish else "without training"
         try:
-            draw_charts(Path(options.plot), [chart(points, chosen)], f"Between old and new, {how}")
+            draw_charts(Path(options.plot), [chart(points, chosen)], title_of(points))
         except StorageError as error:  # the model is there, which is what counts
             options.progress.note(str(error))
     return Mended(loaded.model, tuple(points), chosen, why, todo.output)

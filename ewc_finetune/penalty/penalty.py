@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,7 +32,14 @@ class Penalty:
     With an optimizer it needs no line in the loop; each step of the optimizer counts once, however many backward passes
     it sums up, and `torch.amp.GradScaler` may scale the loss:
 
-    >>> Penalty(model, anchor, 100.0).attach(optimizer)
+    >>> attached = Penalty(model, anchor, 100.0).attach(optimizer)
+
+    It then pulls until `attached.remove()`, or the end of a block; `attached.penalty.value()` is for a log:
+
+    >>> with Penalty(model, anchor, 100.0).attach(optimizer) as attached:
+    ...     train(model, optimizer, log=attached.penalty.value)
+
+    A penalty is a context manager too: at the end of its block it leaves every optimizer that it is attached to.
 
     Where its gradient is to be clipped together with the loss's, add it by hand instead, after `scaler.unscale_`:
 
@@ -116,7 +124,14 @@ class Penalty:
         names = ", ".join(map(repr, self._anchors))
         return f"<Penalty of {names}: {self.form} form, {numbers:,} parameters one by one{layers}>"
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
+    def __enter__(self) -> Penalty:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles.values():
+            handle.remove()
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> Attached:
         """Apply the penalty at every step of an optimizer, to the parameters that this optimizer has.
 
         In the gradient form it is added right before the step: after the loss's gradients are unscaled and clipped. In
@@ -126,7 +141,7 @@ class Penalty:
         gradients accumulate; it is the steps of the one within that count.
 
         Returns:
-            A handle whose `remove()` ends it.
+            A handle whose `remove()` ends it, as the end of its `with` block does; its `penalty` is this one.
 
         Raises:
             UsageError: if it is no optimizer of torch, nor has one within; if this is attached to it already, or it has
@@ -148,7 +163,7 @@ class Penalty:
         else:
             handle = optimizer.register_step_post_hook(self._after_step)
         self._handles[optimizer] = handle
-        return handle
+        return Attached(self, handle)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Add the gradient, or where the step is given a closure have that add it: gradients are there after it."""
@@ -261,6 +276,28 @@ class Penalty:
                 layer.check_rates(own)
                 moving.append((layer, own[0]))
         return [(held, rates[id(held.parameter)]) for held in singly], moving
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A penalty that pulls at every step of an optimizer, until it is removed or its `with` block ends.
+
+    Attributes:
+        penalty: The penalty.
+    """
+
+    penalty: Penalty
+    _handle: RemovableHandle
+
+    def remove(self) -> None:
+        """End it; once more does nothing."""
+        self._handle.remove()
+
+    def __enter__(self) -> Attached:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:

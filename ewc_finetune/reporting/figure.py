@@ -57,13 +57,18 @@ def styles(outcome: Outcome) -> dict[str, str]:
 
 
 def draw_run(path: Path, history: Lines, title: str) -> None:
-    """Draw a run: loss and penalty over the steps, the score on every domain at each evaluation.
+    """Draw a run; see `run_charts`.
 
     Args:
         path: The file to write, in the format that it ends in.
         history: The lines of `metrics.jsonl`.
         title: One line above the figure.
     """
+    draw_charts(path, run_charts(history), title)
+
+
+def run_charts(history: Lines) -> list[Chart]:
+    """Return the charts of a run: loss and penalty over the steps, the score on every domain at each evaluation."""
     scores = [score for line in history for score in (line.get("scores") or {}).values()]
     domains = dict.fromkeys(domain for line in history for domain in line.get("scores") or {})
     measure = measure_of(scores)
@@ -73,7 +78,7 @@ def draw_run(path: Path, history: Lines, title: str) -> None:
     charts = [_losses(history)]
     if curves:
         charts.append(Chart("", curves, Axis("step (0: before)", whole=True), Axis(measure.unit)))
-    draw_charts(path, [chart for chart in charts if chart], title)
+    return [chart for chart in charts if chart]
 
 
 def draw_losses(outcome: Outcome) -> Figure | None:

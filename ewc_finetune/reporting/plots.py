@@ -176,13 +176,19 @@ def to_svg(chart: Chart) -> Markup:
 
 
 def draw_charts(path: Path, charts: Sequence[Chart], title: str) -> None:
-    """Draw charts beside each other.
+    """Draw charts beside each other; see `figure_of`.
 
     Args:
         path: The file to write, in the format that it ends in.
         charts: What is drawn.
         title: One line above them.
     """
+    with _styled(10, salt=title):
+        save_figure(path, figure_of(charts, title))
+
+
+def figure_of(charts: Sequence[Chart], title: str) -> Figure:
+    """Return charts beside each other, with one line above them; a notebook shows it, `savefig` writes it."""
     with _styled(10, salt=title):
         count = max(len(charts), 1)
         figure = Figure(figsize=(6 * count + 1, 4.8), layout="constrained")
@@ -195,7 +201,7 @@ def draw_charts(path: Path, charts: Sequence[Chart], title: str) -> None:
             ]
             axes.legend(shown, [curve.name for curve in chart.curves], loc="lower left", bbox_to_anchor=(0, 1.04))
             _label(figure, axes, chart)
-        save_figure(path, figure)
+    return figure
 
 
 def draw_importance(path: Path, layers: Sequence[Mapping[str, Any]], title: str, *, overwrite: bool = True) -> None:

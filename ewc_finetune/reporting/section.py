@@ -214,7 +214,9 @@ def _scores(outcome: Outcome) -> Table | None:
     measures = [m for m in (ACCURACY, PERPLEXITY, LOSS) if any(m.of(score) is not None for score in both)]
     if not measures:
         return None
-    header = ["Domain", "Samples", *(f"{m.name.capitalize()} {when}" for m in measures for when in ("before", "after"))]
+    metrics = list(dict.fromkeys(name for score in both for name in score.get("metrics") or {}))
+    names = [*(m.name.capitalize() for m in measures), *metrics]
+    header = ["Domain", "Samples", *(f"{shown} {when}" for shown in names for when in ("before", "after"))]
     rows = []
     for name in dict.fromkeys([*outcome.old, *([outcome.new] if outcome.new else [])]):
         samples = (outcome.after.get(name) or outcome.before.get(name) or {}).get("samples")
@@ -222,6 +224,10 @@ def _scores(outcome: Outcome) -> Table | None:
         for measure in measures:
             for scores in (outcome.before, outcome.after):
                 row.append(measure.text(measure.of(scores.get(name))))
+        for metric in metrics:
+            for scores in (outcome.before, outcome.after):
+                value = ((scores.get(name) or {}).get("metrics") or {}).get(metric)
+                row.append(NOTHING if value is None else signed(f"{value:.4g}"))
         rows.append(row)
     return Table(header, rows)
 

@@ -15,7 +15,7 @@ from ewc_finetune.reporting.figure import style_of
 from ewc_finetune.reporting.frontier import knee, pareto
 from ewc_finetune.reporting.measures import NOTHING
 from ewc_finetune.reporting.outcome import Outcome
-from ewc_finetune.reporting.plots import Curve, Point, draw_charts
+from ewc_finetune.reporting.plots import Chart, Curve, Point, draw_charts
 
 # What a point is marked with.
 KNEE = "knee"
@@ -274,12 +274,18 @@ class Tradeoff:
 
     def draw(self, path: Path, title: str) -> None:
         """Draw the frontier, if a point is known."""
+        chart = self.chart()
+        if chart is not None:
+            draw_charts(path, [chart], title)
+
+    def chart(self) -> Chart | None:
+        """Return the frontier, if a point is known."""
         names: dict[str, list[Position]] = {}
         for position in self.positions:
             if position.point:
                 names.setdefault(PLAIN if position.plain else self.curve(position), []).append(position)
         if not names or self.group is None:
-            return
+            return None
         bend = None if self.knee is None else self.positions[self.knee]
         curves: list[Curve] = []
         for name, found in names.items():
@@ -288,8 +294,7 @@ class Tradeoff:
             points, deviations = [p.point for p in found if p.point], [p.deviations for p in found]
             curves.append(Curve(name, style, points, labels, name != PLAIN, deviations))
         chosen = None if bend is None else bend.point
-        chart = frontier_chart(curves, self.group.measure, self.group.retention_unit, "the new domain", chosen)
-        draw_charts(path, [chart], title)
+        return frontier_chart(curves, self.group.measure, self.group.retention_unit, "the new domain", chosen)
 
 
 def _unscaled(value: float | None, scale: float) -> float | None:

@@ -75,6 +75,7 @@ FINETUNE = (
     Idle("rehearse_variations", _weightless, _WEIGHTLESS),
     Idle("workers", lambda o: not o["read"], "the data is in memory, or comes in batches of its own"),
     Idle("norm_stats", lambda o: not o["normalised"], "the model has no normalisation layers"),
+    Idle("metrics", lambda o: not o["scored"], "no domain is scored"),
     Idle("tensorboard", lambda o: o["output"] is None, "without an output there is no run folder to write to"),
 )
 CONSOLIDATE = (
@@ -101,8 +102,8 @@ def say_idle(options: Any, idle: tuple[Idle, ...], facts: Mapping[str, Any], pro
     Args:
         options: The options of a command.
         idle: When each option does nothing, and what there is to say of it then.
-        facts: What else is to be known: whether samples are `read` one by one, and whether the model is `normalised` by
-            any layer.
+        facts: What else is to be known: whether samples are `read` one by one, whether the model is `normalised` by any
+            layer, and whether any domain is `scored`.
         progress: Is told which options do nothing.
     """
     defaults = {one.name: one.default for one in fields(options)}

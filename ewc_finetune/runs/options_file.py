@@ -27,11 +27,12 @@ def to_command(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
         if name in defaults and value == defaults[name]:
             continue
         for item in value if isinstance(value, list) else [value]:
-            words += [f"--{name}"] if item is True else [f"--{name}", _text(item)]
+            words += [f"--{name}"] if item is True else [f"--{name}", to_text(item)]
     return shlex.join(words)
 
 
-def _text(value: Any) -> str:
+def to_text(value: Any) -> str:
+    """Return a value as a command line has it."""
     return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
 
 

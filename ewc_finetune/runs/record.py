@@ -173,7 +173,11 @@ _is_provenance = has(
     probes=_perhaps(_is_objects),
     **dict.fromkeys(_objects, _perhaps(is_object)),
 )
-_is_score = has(domain=is_text, samples=_is_number, loss=_is_number, accuracy=_is_number, perplexity=_is_number)
+_is_score = has(
+    domain=is_text,
+    metrics=_perhaps(object_of(nullable(is_number))),
+    **dict.fromkeys(("samples", "loss", "accuracy", "perplexity"), _is_number),
+)
 _is_kept = has(data=_perhaps(is_text), unchanged=_is_number, divergence=_is_number)
 _is_trial = has(score=_is_score, watched=_perhaps(list_of(_is_score)), **{"lambda": _is_number})
 _is_layer = has(layer=is_text, parameters=_is_number, share=_is_number, moved=_is_number, penalty=_is_number)

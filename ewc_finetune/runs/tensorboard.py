@@ -34,6 +34,7 @@ class TensorBoard:
         figures = {f"train/{name}": line[name] for name in ("loss", "penalty", "lr") if name in line}
         for domain, score in line.get("scores", {}).items():
             figures |= {f"{name}/{domain}": score[name] for name in ("accuracy", "loss", "perplexity")}
+            figures |= {f"{name}/{domain}": value for name, value in score["metrics"].items()}
         for kept in line.get("retention", []):
             figures |= {f"{name}/{kept['anchor']}": kept[name] for name in ("divergence", "unchanged")}
         for name, value in figures.items():

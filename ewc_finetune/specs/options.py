@@ -45,6 +45,7 @@ class Option:
         wider: Whether in Python it may be others too, which are checked where it is used.
         metavar: What its value is called in the help.
         many: Whether it may be given several times.
+        joined: Whether a list is one value, whose parts are joined by commas where it is said as a text.
         alone: A value that stands for all of many, and is given alone.
         required: Whether it must be given.
         main: Whether `--help` lists it; the others are in `--help-all`.
@@ -72,6 +73,7 @@ class Option:
     wider: bool = False
     metavar: str | None = None
     many: bool = False
+    joined: bool = False
     alone: str | None = None
     required: bool = False
     main: bool = False
@@ -82,7 +84,7 @@ class Option:
     filed: bool = True
     sound: bool = False
     varied: bool = False
-    code: Literal["data", "architecture"] | None = None
+    code: Literal["data", "architecture", "loss"] | None = None
     setting: Literal["training", "method"] | None = None
 
 

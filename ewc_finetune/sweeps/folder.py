@@ -73,7 +73,7 @@ class SweepFolder:
             temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         with atomic_write(self.path / TABLE) as temporary:
             temporary.write_text(tradeoff.to_csv(), encoding="utf-8")
-        tradeoff.draw(self.path / FIGURE, f"What is kept and what is learned of {self.new}, by lambda")
+        tradeoff.draw(self.path / FIGURE, title_of(self.new))
         return tradeoff
 
     def to_json(self, tradeoff: Tradeoff, status: str) -> dict[str, Any]:
@@ -150,6 +150,11 @@ class SweepFolder:
         if status != "finished":
             return replace(row, status=row.status or status)
         return replace(row, status=status, outcome=replace(outcome_of(run), new=self.new, old=self.old))
+
+
+def title_of(new: str) -> str:
+    """Return what stands above the figure of a sweep."""
+    return f"What is kept and what is learned of {new}, by lambda"
 
 
 def check_sweep_folder(path: Path) -> None:

@@ -9,16 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from torch import nn
 
-from ewc_finetune.errors import EwcError, StorageError, counted, few
+from ewc_finetune.errors import EwcError, StorageError, UsageError, counted, few
 from ewc_finetune.finetuning.options import FinetuneOptions
 from ewc_finetune.finetuning.plan import plan as plan_run
 from ewc_finetune.finetuning.run import run as do_run
 from ewc_finetune.progress import Bar, Progress, Silent
+from ewc_finetune.reporting.plots import figure_of
 from ewc_finetune.reporting.tradeoff import BEST, KNEE, Position, Tradeoff
+from ewc_finetune.specs.html import html_table
 from ewc_finetune.storage.workspace import remove
-from ewc_finetune.sweeps.folder import SweepFolder
+from ewc_finetune.sweeps.folder import SweepFolder, title_of
 from ewc_finetune.sweeps.plan import SweepPlan, what_is_left
 from ewc_finetune.sweeps.workers import Job, run_jobs
 
@@ -39,6 +42,21 @@ class Sweep:
 
     def __repr__(self) -> str:
         return f"<Sweep {str(self.folder)!r}: {counted(len(self.tradeoff.outcomes), 'run')}>"
+
+    def plot(self) -> Figure:
+        """Draw the frontier of what is kept against what is learned, as `frontier.png` has it.
+
+        Raises:
+            UsageError: if no run says both.
+        """
+        chart = self.tradeoff.chart()
+        if chart is None:
+            raise UsageError(f"no run of the sweep {self.folder} says what was kept and what was learned")
+        return figure_of([chart], title_of(self.document["new"]))
+
+    def _repr_html_(self) -> str:
+        caption = f"{self.folder}: {counted(len(self.tradeoff.outcomes), 'run')}"
+        return html_table(self.tradeoff.headers(), self.tradeoff.lines(), caption)
 
     @property
     def knee(self) -> Position | None:

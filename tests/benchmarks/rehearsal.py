@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def trainer(model: nn.Module, data: TensorDataset, anchor: Path, size: int, rehe
     )  # fmt: skip
     todo = plan(options)
     with ready(todo, todo.strengths, Silent()) as job, Silent().bar("", None, "") as bar:
-        made = Trainer(job.start.model, job.new, None, job.rehearsal, todo.schedule, torch.Generator(), bar, Nobody())
+        made = Trainer(replace(job, penalty=None), todo.schedule, torch.Generator(), bar, Nobody())
         set_training(made.model, "frozen")
         yield made
 

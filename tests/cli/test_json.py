@@ -102,7 +102,7 @@ def spoken(command):
     ("line", "error", "code", "command"),
     [
         ("finetune", "MissingParameter", 2, "finetune"),
-        ("finetune --loss x", "NoSuchOption", 2, "finetune"),
+        ("finetune --criterion x", "NoSuchOption", 2, "finetune"),
         ("finetune --lr fast --data digits", "BadParameter", 2, "finetune"),
         ("finetune --lr -1 --model mlp --data digits", "UsageError", 2, "finetune"),
         ("finetune --config gone.toml", "StorageError", 1, "finetune"),
@@ -191,9 +191,10 @@ def test_numbers_that_json_does_not_have_are_null(content):
 
 
 def test_a_score_that_is_infinite(ewc_ft, monkeypatch):
+    from ewc_finetune.evaluation.evaluation import Evaluation
     from ewc_finetune.evaluation.score import Score
 
-    scores = [Score("old", 1, 1e4, 0.5, math.inf)]
+    scores = Evaluation([Score("old", 1, 1e4, 0.5, math.inf)])
     monkeypatch.setattr("ewc_finetune.commands.evaluate.evaluate", lambda *_, **__: scores)
     found = read(ewc_ft("evaluate", "m.pt", "--data", "digits", "--json").stdout, "evaluate")
     assert found["scores"][0]["perplexity"] is None

@@ -10,7 +10,7 @@ from ewc_finetune.cli.other_words import COMMANDS, OPTIONS, meant, names
 @pytest.mark.parametrize(
     ("command", "typed", "expected"),
     [
-        ("finetune", "--loss", "--likelihood"),
+        ("finetune", "--criterion", "--loss"),
         ("finetune", "--learning-rate", "--lr"),
         ("finetune", "--learning_rate", "--lr"),
         ("finetune", "--ewc-lambda", "--lambda"),

@@ -1,6 +1,11 @@
 """What a run says while it goes on."""
 
 import json
+import sys
+from types import ModuleType, SimpleNamespace
+
+from tqdm import tqdm
+from tqdm.notebook import tqdm_notebook
 
 from ewc_finetune.cli.printer import Printer
 
@@ -39,3 +44,28 @@ def test_no_total_and_no_figures(monkeypatch, capsys):
     with Printer(quiet=True, verbose=False, as_json=False).bar("Fisher", None, "sample") as bar:
         bar.advance(1500)
     assert capsys.readouterr().err == "Fisher: 1,500 samples\n"
+
+
+def test_a_notebook_has_its_own_bars_if_it_has_widgets(monkeypatch, capsys):
+    """Where there are none, tqdm warns, which nobody needs to see: there are lines instead."""
+    shell = SimpleNamespace(config={"IPKernelApp": {}})
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    for name in ("tqdm.auto", "tqdm.autonotebook"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr("tqdm.notebook.IProgress", None)
+    printer = Printer(quiet=False, verbose=False, as_json=False)
+    with printer.bar("work", 3, "step") as bar:
+        bar.advance(3)
+    assert capsys.readouterr().err == ""
+    made = []
+
+    class Widget(tqdm_notebook):
+        def __init__(self, **options):
+            made.append(options["desc"])
+            tqdm.__init__(self, disable=True)
+
+    monkeypatch.setitem(sys.modules, "tqdm.auto", SimpleNamespace(tqdm=Widget))
+    with printer.bar("work", 3, "step") as bar:
+        bar.advance(3, loss=0.5)
+    assert made == ["work"]

@@ -14,7 +14,6 @@ import pytest
 import torch
 from support.notes import Notes
 from torch import nn
-from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import ewc_finetune as ewc
@@ -23,8 +22,6 @@ from ewc_finetune.data.domain import as_domain
 from ewc_finetune.errors import DataError, NonFiniteError, StorageError, UsageError
 from ewc_finetune.finetuning.observer import RunObserver
 from ewc_finetune.finetuning.schedule import Schedule
-from ewc_finetune.likelihood.active import Active
-from ewc_finetune.likelihood.registry import get_likelihood
 from ewc_finetune.runs.folder import RunFolder, lock
 
 MLP = "mlp?in_features=4&hidden=16&num_classes=3&batch_norm=false"
@@ -746,33 +743,3 @@ def test_wrong_types():
     import numpy
 
     assert tuned(epochs=numpy.int64(1)).steps == 5
-
-
-def test_smoothed_labels(tmp_path, ewc_ft):
-    """The loss is the cross-entropy with `(1 - s) onehot + s / classes`; scores are of the labels as they are."""
-    outputs, targets = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 4
-    smoothed = 0.7 * functional.one_hot(targets, 4) + 0.3 / 4
-    by_hand = -(smoothed * outputs.log_softmax(dim=1)).sum(dim=1).mean()
-    likelihood = get_likelihood("categorical", Schedule(label_smoothing=0.3))
-    assert likelihood.training_loss(outputs, targets).item() == pytest.approx(by_hand.item(), rel=1e-6)
-    assert likelihood.loss(outputs, targets) == get_likelihood("categorical").loss(outputs, targets)
-    tokens = get_likelihood("per-token", Schedule(label_smoothing=0.3))
-    assert tokens.training_loss(outputs[None], targets[None]).item() == pytest.approx(6 * by_hand.item(), rel=1e-6)
-    some = Active(likelihood, [0, 2])
-    alone = likelihood.training_loss(outputs[:, [0, 2]], torch.zeros(6, dtype=torch.long))
-    assert some.training_loss(outputs, torch.zeros(6, dtype=torch.long)) == alone
-    for name in ("bernoulli", "gaussian"):
-        with pytest.raises(UsageError, match=r"label smoothing is 0\.3, .* it is for categorical and per-token"):
-            get_likelihood(name, Schedule(label_smoothing=0.3))
-    with pytest.raises(UsageError, match="label smoothing is 1.5; expected a share from 0 to 1"):
-        Schedule(label_smoothing=1.5)
-    base = ("finetune", "--model", "mlp?hidden=8", "--data", "digits?limit=100", "--epochs", 2)
-    ewc_ft(*base, "--label-smoothing", 0.2, "-o", "s.pt")
-    ewc_ft(*base, "-o", "m.pt")
-    losses = [json.loads((tmp_path / f"{n}.run" / "metrics.jsonl").read_text().splitlines()[1])["loss"] for n in "sm"]
-    assert losses[0] != losses[1]
-    assert "label-smoothing = 0.2" in (tmp_path / "s.run" / "run.toml").read_text()
-    assert (
-        "label-smoothing was 0.2, is 0.1"
-        in ewc_ft(*base, "--label-smoothing", 0.1, "-o", "s.pt", "--resume", "s.run", expect=2).stderr
-    )

@@ -310,6 +310,32 @@ def test_detached_it_pulls_no_more():
     assert torch.equal(model.weight, before)
 
 
+@pytest.mark.parametrize("form", ["gradient", "proximal"])
+def test_it_pulls_until_the_end_of_a_block(form):
+    model = trained(nn.Linear(3, 2), torch.float32)
+    weight, bias = (torch.optim.SGD([p], lr=0.1) for p in model.parameters())
+
+    def moved():
+        before = [p.detach().clone() for p in model.parameters()]
+        for optimizer in (weight, bias):
+            optimizer.step()
+        return [not torch.equal(p, then) for p, then in zip(model.parameters(), before, strict=True)]
+
+    with Penalty(model, make_anchor(model, 0), 1.0, form).attach(weight) as attached:
+        assert attached.penalty.value() > 0
+        assert moved() == [True, False]
+        model.zero_grad()
+    assert moved() == [False, False]
+    attached.remove()  # once more does nothing
+    attached.penalty.attach(weight).remove()
+    with Penalty(model, make_anchor(model, 0), 1.0, form) as penalty:
+        penalty.attach(weight)
+        penalty.attach(bias)
+        assert moved() == [True, True]
+        model.zero_grad()
+    assert moved() == [False, False]
+
+
 def test_each_optimizer_pulls_its_own_parameters():
     model = trained(nn.Linear(3, 2), torch.float32)
     penalty = Penalty(model, make_anchor(model, 0), 1.0)

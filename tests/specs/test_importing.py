@@ -53,7 +53,7 @@ def folder(tmp_path, monkeypatch):
     assert not (tmp_path / "exploded").exists()
 
 
-@pytest.mark.parametrize("key", ["data", "eval", "select-on", "model", "arch"])
+@pytest.mark.parametrize("key", ["data", "eval", "select-on", "model", "arch", "loss"])
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_config_names_nothing_foreign(ewc_ft, folder, key, text):
     if text.endswith("load_state_dict") and key in ("model", "arch"):
@@ -104,7 +104,7 @@ def test_ones_own_run_goes_on(ewc_ft, folder):
 def test_a_run_of_somebody_else_runs_nothing(ewc_ft, folder):
     ewc_ft("finetune", "--model", MLP, "--data", DATA, "--output", "o.pt", "--epochs", 1)
     document = json.loads((folder / "o.run" / "run.json").read_text())
-    for key in ("data", "eval", "model", "arch"):
+    for key in ("data", "eval", "model", "arch", "loss"):
         text = "os:system?command=touch+exploded"
         options = document["options"] | {key: [text] if key == "eval" else text}
         (folder / "o.run" / "run.json").write_text(json.dumps({**document, "status": "failed", "options": options}))
