@@ -72,8 +72,9 @@ def plan(options: EvaluateOptions) -> EvaluationPlan:
         classes = replace(loaded.metadata, classes=anchor.provenance.classes)
         loaded = replace(loaded, model=with_head_of(loaded.model, anchor), metadata=classes)
     device = choose_device(options.device)
-    rule = get_likelihood(options.likelihood or loaded.likelihood)
-    return EvaluationPlan(options, loaded, resolve_domains(options.data, "test", options.data_dir), rule, device)
+    domains = resolve_domains(options.data, "test", options.data_dir)
+    rule = get_likelihood(options.likelihood or loaded.likelihood(domains))
+    return EvaluationPlan(options, loaded, domains, rule, device)
 
 
 def run(todo: EvaluationPlan) -> list[Score]:

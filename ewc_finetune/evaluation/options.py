@@ -31,7 +31,7 @@ class Scoring:
         "How the model's outputs become log p(y | x).",
         choices=LIKELIHOODS,
         wider=True,
-        unless="as MODEL was trained, else what a model folder says, else categorical",
+        unless="as MODEL was trained, else what a model folder says, else gaussian for real numbers, else categorical",
     )
     head: Anchor | str | Path | None = option(
         None,
