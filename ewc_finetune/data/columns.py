@@ -10,6 +10,9 @@ from typing import Any
 from ewc_finetune.errors import counted, few
 from ewc_finetune.storage.json_fields import has, is_number, is_text, list_of, nullable, optional
 
+# The most categories of a column; one with more has names or texts.
+MOST_CATEGORIES = 1000
+
 
 @dataclass(frozen=True)
 class Column:
@@ -76,7 +79,9 @@ def are_columns(document: Mapping[str, Any]) -> bool:
         return False
     for one in columns:
         names = one.get("categories")
-        if names is not None and (len(set(names)) < len(names) or one.get("mean") is not None or one.get("fill")):
+        if names is not None and not (len(set(names)) == len(names) <= MOST_CATEGORIES):
+            return False
+        if names is not None and (one.get("mean") is not None or one.get("fill")):
             return False
         if (one.get("mean") is None) != (one.get("std") is None):
             return False

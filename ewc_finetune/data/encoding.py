@@ -11,15 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ewc_finetune.data.columns import Column
+from ewc_finetune.data.columns import MOST_CATEGORIES, Column
 from ewc_finetune.data.options import DataOptions
 from ewc_finetune.data.table_files import Frame, NoNumberError, is_number
 from ewc_finetune.errors import DataError, counted, few
 
 # Numbers of rows.
 Rows = np.ndarray[Any, np.dtype[np.int64]]
-# The most categories of a column; one with more has names or texts.
-_MOST_CATEGORIES = 1000
 
 
 def renamed(columns: Sequence[Column], names: Sequence[str], frame: Frame) -> tuple[Column, ...]:
@@ -89,10 +87,10 @@ def _find_categories(frame: Frame, name: str, training: Rows) -> Column:
     categories = sorted(value for value in set(frame.texts(name).take(training).to_pylist()) if value is not None)
     if not categories:
         raise _no_values(frame, name)
-    if len(categories) > _MOST_CATEGORIES:
+    if len(categories) > MOST_CATEGORIES:
         raise DataError(
             f"{frame.path}: column {name!r} has {len(categories):,} different values in {len(training):,} rows, which "
-            f"are too many for categories (at most {_MOST_CATEGORIES:,}). Leave it out: ignore={name}"
+            f"are too many for categories (at most {MOST_CATEGORIES:,}). Leave it out: ignore={name}"
         )
     return Column(name, tuple(categories))
 

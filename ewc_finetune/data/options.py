@@ -49,7 +49,7 @@ class DataOptions:
         stream: Whether to read the samples as they come.
         prompts: A file of requests, one to a line, which what is generated answers.
         seed: The seed of what is generated, or held out.
-        header: Whether the first line of a table has the names of its columns.
+        header: Whether the first line of a table has the names of its columns; it has, unless given.
         ignore: Columns of a table to leave out.
         onehot: Columns of a table that are categories; true for all whose values are not numbers.
         missing: What stands for numbers that are missing in a table: one number, or the `mean` of each column.
@@ -81,7 +81,7 @@ class DataOptions:
     stream: bool = False
     prompts: str | None = None
     seed: int = 0
-    header: bool = True
+    header: bool | None = None
     ignore: tuple[str, ...] = ()
     onehot: bool | tuple[str, ...] = False
     missing: str | float | None = None

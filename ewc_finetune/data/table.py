@@ -89,9 +89,10 @@ class Table(TensorDataset):
         return Table(self.frame, self.names, self.options, self.training, self.rows, labels)
 
     def hexdigest(self) -> str:
-        """Return a digest of the rows as they stand in the file, and of their labels."""
+        """Return a digest of the rows as they stand in the file, of their labels, and of the training data."""
         digest = hashlib.sha256(repr(self.names).encode())
         for name in self.names:
-            digest.update(repr(self.frame.columns[name].take(self.rows).to_pylist()).encode())
+            for rows in (self.rows, self.training):
+                digest.update(repr(self.frame.columns[name].take(rows).to_pylist()).encode())
         digest.update(repr(None if self.labels is None else self.labels.tolist()).encode())
         return digest.hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +118,13 @@ def _number(value: Any, row: int) -> float:
     return number
 
 
-def read_table(path: Path, *, header: bool = True, decimal_comma: bool = False) -> Frame:
+def read_table(path: Path, *, header: bool | None = None, decimal_comma: bool = False) -> Frame:
     """Read a file: parquet (`.parquet`, `.pq`), Arrow (`.arrow`, `.feather`), or a text whose separator is found.
 
     Args:
         path: The file. Nothing in it is run.
-        header: Whether the first line of a text has the names of the columns; they are called `1`, `2`, ... otherwise.
+        header: Whether the first line of a text has the names of the columns; without, they are called `1`, `2`, ...
+            Unless it is said, the first line is refused if it is all numbers.
         decimal_comma: Whether 1,5 is a number, and not 1.5.
 
     Raises:
@@ -145,7 +147,7 @@ def read_table(path: Path, *, header: bool = True, decimal_comma: bool = False) 
         raise _no_table(path)
     if decimal_comma:
         columns = {name: _with_points(column) for name, column in columns.items()}
-    return Frame(path, columns, separator, header)
+    return Frame(path, columns, separator, header is not False)
 
 
 def _with_points(column: Any) -> Any:
@@ -215,17 +217,19 @@ _BINARY: dict[str, Callable[[Path], Any]] = {
 ENDINGS = (".csv", ".tsv", *_BINARY)
 
 
-def _read_text(path: Path, header: bool) -> tuple[Any, str]:
+def _read_text(path: Path, header: bool | None) -> tuple[Any, str]:
     """Read a text; also return its separator."""
     import pyarrow as pa
     from pyarrow import csv as arrow_csv
 
     with path.open(newline="", encoding="utf-8-sig") as file:
-        lines = file.read(_LOOKED_AT).splitlines(keepends=True)
+        lines = list(StringIO(file.read(_LOOKED_AT), newline=""))
     separator, first = _find_separator(lines, path.suffix.lower() == ".tsv")
     if not first:
         raise _no_table(path)
-    _check_first(first, header, path)
+    if header is None:
+        _check_first(first, path)
+    header = header is not False
     names = [name.strip() for name in first] if header else [str(number) for number in range(1, len(first) + 1)]
     if len(set(names)) < len(names):
         raise _no_table(path)
@@ -275,12 +279,13 @@ def _say_uneven(path: Path, row: Any, separator: str) -> str:
     )
 
 
-def _check_first(first: Sequence[str], header: bool, path: Path) -> None:
-    """Refuse a first line that is no header where one is expected: names are no numbers."""
-    if header and len(first) > 1 and all(map(is_number, first)):
+def _check_first(first: Sequence[str], path: Path) -> None:
+    """Refuse a first line that seems to be no header: names are no numbers."""
+    if len(first) > 1 and all(map(is_number, first)):
         raise DataError(
             f"{path}: its first line is all numbers ({', '.join(first[:3])}{', ...' if len(first) > 3 else ''}), so it "
-            "seems to have no names of columns. Say header=0, and call the columns by number from 1 (target=1)"
+            "seems to have no names of columns. Say header=0, and call the columns by number from 1 (target=1); if these "
+            "are the names, header=1"
         )
 
 

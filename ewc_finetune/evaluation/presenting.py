@@ -69,26 +69,25 @@ def as_inputs(domain: Domain, loaded: LoadedModel, progress: Progress) -> Domain
     table = cast("Table", domain.samples)
     recorded = read_columns(loaded.metadata.input)
     columns = table.columns(recorded)
-    if recorded:
-        names = {column.name for column in columns}
-        more = [name for name in table.names if name not in names]
-        if more:
-            progress.note(f"{domain.name}: left out, for the model was not trained on them: {few(more)}")
-        before = [replace(one, name=now.name) for one, now in zip(recorded, columns, strict=True)]
-        done, was = describe(columns), describe(before)
-        if list(columns) == before:
-            progress.note(f"{domain.name}: its columns become inputs as the model's own did")
-        else:
+    inputs = table.encoded(columns)
+    if not recorded:
+        if any(one.mean is not None for one in columns) and not loaded.fresh:
             progress.note(
-                f"{domain.name}: the model's own columns were: {was or 'as they come'}; these are: "
-                f"{done or 'as they come'}"
+                f"{domain.name}: standardised by its own mean and deviation, for nothing is recorded of the model's. "
+                "If it was trained on other numbers, these are not its inputs"
             )
-    elif any(one.mean is not None for one in columns) and not loaded.fresh:
-        progress.note(
-            f"{domain.name}: standardised by its own mean and deviation, for nothing is recorded of the model's. If it "
-            "was trained on other numbers, these are not its inputs"
-        )
-    return replace(domain, samples=table.encoded(columns), columns=columns)
+        return replace(domain, samples=inputs, columns=columns)
+    more = [name for name in table.names if name not in {column.name for column in columns}]
+    if more:
+        progress.note(f"{domain.name}: left out, for the model was not trained on them: {few(more)}")
+    # Whatever a file calls them, for later data they are called what they were in training.
+    columns = tuple(replace(now, name=then.name) for now, then in zip(columns, recorded, strict=True))
+    if columns == recorded:
+        progress.note(f"{domain.name}: its columns become inputs as the model's own did")
+    else:
+        was, now = (describe(ones) or "as they come" for ones in (recorded, columns))
+        progress.note(f"{domain.name}: the model's own columns were: {was}; these are: {now}")
+    return replace(domain, samples=inputs, columns=columns)
 
 
 def _reshaped(domain: Domain, assumption: Assumption, progress: Progress) -> Domain:
@@ -151,9 +150,15 @@ def say_numbers(domain: Domain, input_spec: InputSpec, progress: Progress) -> No
 
 
 def say_anchors(anchors: Sequence[Anchor], input_spec: InputSpec, progress: Progress) -> None:
-    """Say which anchors are of images with other numbers than those that go in now: of another function, that is."""
+    """Say which anchors are of images or columns with other numbers than go in now: of another function, that is."""
     for anchor in anchors:
         theirs = anchor.provenance.input
+        columns = read_columns(theirs)
+        if columns and input_spec.columns and columns != input_spec.columns:
+            progress.note(
+                f"{anchor.label} was made with other columns, or by other numbers of theirs: its curvature is of "
+                "another function of them"
+            )
         before, now = Transform.read(theirs).describe_numbers(), input_spec.transform.describe_numbers()
         raw = theirs.get("raw", True) and input_spec.raw
         if raw and len(theirs.get("shape", [])) == len(input_spec.shape) == 3 and before != now:

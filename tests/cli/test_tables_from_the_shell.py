@@ -222,3 +222,15 @@ def test_labels_of_classes(ewc_ft, tmp_path):
         "Class labels go with categorical"
         in ewc_ft("evaluate", "m.pt", "--data", "table:t.csv", *one, "--likelihood", "gaussian", expect=1).stderr
     )
+
+
+def test_a_file_without_names_goes_by_the_order(trained, tmp_path):
+    (tmp_path / "n.csv").write_text("30;Rome;1.5\n40;Oslo;2.5\n")
+    trained("consolidate", "m.pt", "--data", "table:n.csv?header=0&target=3", "-o", "a.safetensors")
+    # What is kept has the names that the columns had in training.
+    assert [one.name for one in read_columns(ewc.Anchor.open("a.safetensors").provenance.input)] == ["age", "city"]
+    (tmp_path / "n.csv").write_text("price;city;age\n1.5;Rome;3\n2.5;Oslo;4\n")
+    finetune = ("finetune", "--anchors", "a.safetensors", "--epochs", 1, "--overwrite", "-o", "n.pt")
+    assert "of another function" not in trained(*finetune, "--data", "table:n.csv?target=price").stderr
+    said = trained(*finetune, "--data", "table:n.csv?target=price&standardise=1").stderr
+    assert "a.safetensors was made with other columns, or by other numbers of theirs" in said

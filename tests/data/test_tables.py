@@ -77,6 +77,7 @@ def test_without_a_header_columns_have_numbers(table):
     assert (inputs_of(domain), domain.labels.tolist()) == ([[1], [2]], [0.5, 1.5])
     with pytest.raises(DataError, match=r"its first line is all numbers \(7, 1, 0.5\).* Say header=0"):
         table("7,1,0.5\n8,2,1.5\n")
+    assert table("2024,2025\n8,2\n", "header=1").samples.names == ("2024", "2025")
 
 
 @pytest.mark.parametrize("ending", ["parquet", "feather", "arrow"])
@@ -229,6 +230,19 @@ def test_a_part_of_one_file_is_held_out(table):
         table(text, "test=0.001")
 
 
+def test_a_digest_tells_whether_data_is_the_same(table):
+    asked = "target=price&test=0.5&first=1"
+    digest = table(MIXED, asked).samples.hexdigest()
+    assert table(MIXED, asked, name="other.csv").samples.hexdigest() == digest
+    assert table(MIXED, asked, "test").samples.hexdigest() != digest
+    assert table(MIXED, f"{asked}&unit=2").samples.hexdigest() != digest
+    # Whatever the training data has counts, though not all of it is taken.
+    last = table(MIXED, "target=price&test=0.5").samples.training[-1]
+    lines = MIXED.splitlines()
+    lines[last + 1] = "9" + lines[last + 1]
+    assert table("\n".join(lines), asked).samples.hexdigest() != digest
+
+
 def test_numbers_of_classes(table):
     moved = table("x,label\n1,1\n2,3\n", "offset=-1")
     assert (moved.labels.tolist(), moved.count_classes()) == ([0, 2], 3)
@@ -264,6 +278,7 @@ WHOLE = {"name": "a", "mean": 1.5, "std": 2, "fill": 0}
         [WHOLE | {"std": 0}], [WHOLE | {"std": -1.0}], [WHOLE | {"std": 1e-320}], [WHOLE | {"mean": math.nan}],
         [WHOLE | {"fill": math.inf}], [WHOLE | {"mean": True}], [{"name": "a", "categories": "b"}],
         [{"name": "a", "categories": [1]}], [{"name": "a", "categories": ["b", "b"]}],
+        [{"name": "a", "categories": list(map(str, range(1001)))}],
         [{"name": "a", "categories": ["b"], "mean": 0.0, "std": 1.0}], [{"name": "a", "categories": ["b"], "fill": 2}],
     ],
 )  # fmt: skip
