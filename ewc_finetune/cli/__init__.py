@@ -45,8 +45,8 @@ def main() -> None:
     text:FILE, generate:N or package.module:function, with options behind a question mark: split=train|test,
     classes=0-4, limit=N, first=N, channels=1|3, rotate=DEGREES, permute=SEED, offset=N, active=0-4; of images
     size=PIXELS or resize=PIXELS&crop=PIXELS, mean=imagenet&std=imagenet (or numbers); of tables and datasets
-    text=COLUMN, target=COLUMN, labels=A,B,C (the order of the model's outputs); of texts length=TOKENS, pack=TOKENS;
-    joined by &.
+    text=COLUMN, target=COLUMN, labels=A,B,C (the order of the model's outputs); of tables header=0, ignore=A,B,
+    onehot=A,B, missing=mean, standardise=1, test=SHARE; of texts length=TOKENS, pack=TOKENS; joined by &.
     """  # noqa: D301 - click reads the \b
 
 

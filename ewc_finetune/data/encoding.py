@@ -16,6 +16,8 @@ from ewc_finetune.data.options import DataOptions
 from ewc_finetune.data.table_files import Frame, NoNumberError, is_number
 from ewc_finetune.errors import DataError, counted, few
 
+# So many categories may be of few rows each; with more, they are half as many as the rows at most.
+_FEW_CATEGORIES = 20
 # Numbers of rows.
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -87,10 +89,11 @@ def _find_categories(frame: Frame, name: str, training: Rows) -> Column:
     categories = sorted(value for value in set(frame.texts(name).take(training).to_pylist()) if value is not None)
     if not categories:
         raise _no_values(frame, name)
-    if len(categories) > MOST_CATEGORIES:
+    most = min(max(_FEW_CATEGORIES, len(training) // 2), MOST_CATEGORIES)
+    if len(categories) > most:
         raise DataError(
             f"{frame.path}: column {name!r} has {len(categories):,} different values in {len(training):,} rows, which "
-            f"are too many for categories (at most {MOST_CATEGORIES:,}). Leave it out: ignore={name}"
+            f"are too many for categories (at most {most:,} here). Leave it out: ignore={name}"
         )
     return Column(name, tuple(categories))
 

@@ -97,6 +97,11 @@ class DataOptions:
         others = (self.channels, self.rotate, self.permute)
         return self.transform.reshapes or any(option is not None for option in others)
 
+    @property
+    def encodes(self) -> bool:
+        """Whether it says how columns of a table become inputs."""
+        return bool(self.onehot or self.unseen) or self.missing is not None or self.standardise is not None
+
     def apply(self, images: Tensor) -> Tensor:
         """Resize, crop, recolour, rotate and permute images `(..., channels, height, width)`, in this order."""
         images = self.transform.reshape(images)

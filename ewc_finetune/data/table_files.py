@@ -230,7 +230,8 @@ def _read_text(path: Path, header: bool | None) -> tuple[Any, str]:
     if header is None:
         _check_first(first, path)
     header = header is not False
-    names = [name.strip() for name in first] if header else [str(number) for number in range(1, len(first) + 1)]
+    # A column without a name, as an index often is, has its number for one.
+    names = [(name.strip() if header else "") or str(number) for number, name in enumerate(first, start=1)]
     if len(set(names)) < len(names):
         raise _no_table(path)
     uneven: list[Any] = []
@@ -284,8 +285,8 @@ def _check_first(first: Sequence[str], path: Path) -> None:
     if len(first) > 1 and all(map(is_number, first)):
         raise DataError(
             f"{path}: its first line is all numbers ({', '.join(first[:3])}{', ...' if len(first) > 3 else ''}), so it "
-            "seems to have no names of columns. Say header=0, and call the columns by number from 1 (target=1); if these "
-            "are the names, header=1"
+            "seems to have no names of columns. Say header=0, and call the columns by number from 1 (target=1), or "
+            "header=1 if these are the names"
         )
 
 

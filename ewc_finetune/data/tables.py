@@ -116,6 +116,8 @@ def load_table(address: Address, place: str, split: Split, options: DataOptions)
     samples: Texts | Table
     if text is not None:
         check_column(text, names, str(address), "text")
+        if options.encodes:
+            raise UsageError(f"{address}: its samples are texts ({text!r}), so no columns of it are made numbers")
         samples = Texts(frame.columns[text].take(rows).to_pylist(), labels, options.length, options.pack)
     else:
         features = tuple(name for name in names if name not in (*targets, *options.ignore))

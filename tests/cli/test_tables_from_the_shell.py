@@ -1,13 +1,16 @@
 """A table of mixed columns to a regression and back, from the shell alone; and what is said of mistakes on the way."""
 
 import json
+import math
 import random
 
+import numpy as np
 import pytest
 import torch
 
 import ewc_finetune as ewc
 from ewc_finetune.data.columns import read_columns
+from ewc_finetune.errors import DataError
 
 CITIES = {"Bonn": 0.5, "Oslo": 2.0, "Rome": 1.0}
 ASKED = "target=price&ignore=id&onehot=city&missing=mean&standardise=1&test=0.2"
@@ -222,6 +225,39 @@ def test_labels_of_classes(ewc_ft, tmp_path):
         "Class labels go with categorical"
         in ewc_ft("evaluate", "m.pt", "--data", "table:t.csv", *one, "--likelihood", "gaussian", expect=1).stderr
     )
+
+
+def test_one_answer_of_yes_and_no(ewc_ft, tmp_path):
+    (tmp_path / "t.csv").write_text("x,label\n1,0\n2,1\n3,1\n")
+    data = ("--data", "table:t.csv")
+    said = ewc_ft("finetune", "--model", "mlp?hidden=4", *data, "--likelihood", "bernoulli", "-o", "m.pt").stderr
+    assert "num_classes=1" in said
+    assert json.loads(ewc_ft("evaluate", "m.pt", *data, "--json").stdout)["scores"][0]["accuracy"] in (
+        0,
+        1 / 3,
+        2 / 3,
+        1,
+    )
+
+
+@pytest.mark.parametrize("form", ["table", "arrays"])
+def test_a_module_with_one_output_is_a_regression(form, ewc_ft, tmp_path):
+    inputs, targets = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([0.5, 1.5, 1.0])
+    (tmp_path / "t.csv").write_text("x,y\n1,0.5\n2,1.5\n4,1\n")
+    np.savez(tmp_path / "t.npz", x=inputs, y=targets)
+    data = "table:t.csv" if form == "table" else "npz:t.npz"
+    model = torch.nn.Linear(1, 1)
+    anchor = ewc.consolidate(model, data, estimator="empirical")
+    errors = targets - model(inputs)[:, 0].detach()
+    assert anchor.provenance.likelihood == "gaussian"
+    assert anchor.fisher["weight"].item() == pytest.approx((errors * inputs[:, 0]).square().mean().item(), rel=1e-5)
+    (score,) = ewc.evaluate(model, data)
+    assert score.loss == pytest.approx(0.5 * errors.square().mean().item() + 0.5 * math.log(2 * math.pi), rel=1e-5)
+    # Whole numbers may be classes; what a model with one output can be is said.
+    (tmp_path / "t.csv").write_text("x,y\n1,5\n2,15\n4,10\n")
+    with pytest.raises(DataError, match="A model with one output predicts a number: --likelihood gaussian"):
+        ewc.consolidate(model, "table:t.csv")
+    assert ewc.consolidate(model, "table:t.csv", likelihood="gaussian").provenance.samples == 3
 
 
 def test_a_file_without_names_goes_by_the_order(trained, tmp_path):

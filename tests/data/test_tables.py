@@ -175,6 +175,18 @@ def test_categories_and_missing_values(table):
     assert inputs_of(table("kind,label\n10,0\n20,1\n10,0\n", "onehot=kind")) == [[1, 0], [0, 1], [1, 0]]
 
 
+def test_columns_that_are_no_inputs(table):
+    names = "".join(f"id{n},{n},{n % 2}\n" for n in range(30))
+    with pytest.raises(DataError, match=r"'id' has 30 different values in 30 rows.*at most 20 here.* ignore=id"):
+        table(f"id,x,label\n{names}", "onehot=1").first()
+    # An index without a name is called by its number.
+    assert inputs_of(table(",x,label\n0,5,1\n1,6,0\n", "ignore=1")) == [[5], [6]]
+    with pytest.raises(DataError, match="column '3' has no values in the training data. Leave it out: ignore=3"):
+        table("x,label,\n5,1,\n6,0,\n", "missing=mean").first()
+    with pytest.raises(UsageError, match="its samples are texts"):
+        table("text,label\na,1\n", "onehot=1")
+
+
 def test_a_constant_column_does_no_harm(table):
     inputs = torch.tensor(inputs_of(table("a,b,label\n0.1,1,0\n0.1,2,1\n0.1,3,0\n", "standardise=1")))
     assert inputs[:, 0].abs().max() < 1e-6
