@@ -19,7 +19,7 @@ from ewc_finetune.likelihood.active import Active
 from ewc_finetune.likelihood.base import Likelihood
 from ewc_finetune.modules.batch import Batch, Inputs, count, is_inputs, named, take
 
-# The largest label of classes of which some may have no sample.
+# The largest label of classes of which most may have no sample.
 _MANY_CLASSES = 100
 # The keys of labels in batches that are dictionaries.
 _LABELS = ("labels", "label")
@@ -93,8 +93,11 @@ class Domain:
         """Return the likelihood of these samples' labels: of the active outputs, where not all are."""
         return likelihood if self.active is None else Active(likelihood, self.active)
 
-    def count_classes(self) -> int:
+    def count_classes(self, *, dense: bool = False) -> int:
         """Return how many classes there are.
+
+        Args:
+            dense: Whether labels with large gaps between them are refused, for they hardly are numbers of classes.
 
         Raises:
             DataError: if neither names nor labels say it.
@@ -106,12 +109,9 @@ class Domain:
                 f"{self.name} has no labels that say how many classes there are. Name them (target=NAME of tables, "
                 "arrays and datasets), or build the model and pass it as a module"
             )
-        least, most, different = (
-            int(self.labels.min()),
-            int(self.labels.max()),
-            len(set(self.labels.flatten().tolist())),
-        )
-        if least < 0 or (most > _MANY_CLASSES and 2 * different < most):
+        least, most = int(self.labels.min()), int(self.labels.max())
+        different = len(set(self.labels.flatten().tolist()))
+        if least < 0 or (dense and most > _MANY_CLASSES and 2 * different < most):
             raise DataError(
                 f"{self.name}: its labels are {counted(different, 'different whole number')} from {least:,} to "
                 f"{most:,}, which number no classes from 0. If they are to be predicted as numbers: --likelihood "

@@ -223,7 +223,7 @@ def _count_outputs(options: FinetuneOptions, domain: Domain) -> int:
     if numbers and labels is not None and labels.ndim <= 2:
         _say_scale(options.progress, domain)
         return 1 if labels.ndim == 1 else labels.shape[1]
-    outputs = domain.count_classes()
+    outputs = domain.count_classes(dense=isinstance(domain.samples, Table))
     if domain.classes is None and labels is not None and int(labels.min()) > 0:
         options.progress.note(
             f"{domain.name}: its labels begin at {int(labels.min())}, and the model gets outputs for those from 0 on, "
