@@ -14,12 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ewc_finetune.anchor.provenance import read_provenance
 from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.data.columns import Column, are_columns, read_columns
 from ewc_finetune.data.encoding import encode
 from ewc_finetune.data.sources import load_domain
 from ewc_finetune.data.table_files import Frame, NoNumberError, read_table
-from ewc_finetune.errors import CheckpointError, DataError, UsageError
+from ewc_finetune.errors import AnchorError, CheckpointError, DataError, UsageError
 
 MIXED = "size,age,city,price\n1,2,Rome,0.5\n2,,Oslo,1.5\n3,6,Rome,2.5\n6,4,,3.5\n"
 
@@ -299,6 +300,8 @@ def test_a_record_that_cannot_be(wrong):
     assert not are_columns({"columns": wrong})
     with pytest.raises(CheckpointError, match="is damaged"):
         ModelMetadata.read({"input": {"columns": wrong}}, "m.pt")
+    with pytest.raises(AnchorError, match="in the metadata, input is"):
+        read_provenance(json.dumps({"name": "a", "input": {"columns": wrong}}), "a.safetensors")
 
 
 def test_a_record_is_read_as_it_was_written():
