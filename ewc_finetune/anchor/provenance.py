@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from ewc_finetune.choices import CURVATURE_DTYPES, CURVATURES, KNOWN_ESTIMATORS, LIKELIHOODS
+from ewc_finetune.data.columns import are_columns
 from ewc_finetune.data.transform import is_transform
 from ewc_finetune.errors import AnchorError
 from ewc_finetune.storage.json_fields import (
@@ -158,13 +159,13 @@ _is_parent = has(sha256=nullable(is_text), provenance=has(lineage=optional(_is_l
 
 
 def _is_input(value: Any) -> bool:
-    return has(shape=optional(_is_shape), raw=optional(is_flag))(value) and is_transform(value)
+    return has(shape=optional(_is_shape), raw=optional(is_flag))(value) and is_transform(value) and are_columns(value)
 
 
 def _is_layout(value: Any) -> bool:
     names = optional(nullable(object_of(_is_shape)))
     form = has(shape=_is_shape, flat=is_flag, bytes_to_unit=is_flag, raw=optional(is_flag), names=names)
-    return form(value) and is_transform(value)
+    return form(value) and is_transform(value) and are_columns(value)
 
 
 def _is_active(value: Any) -> bool:
@@ -220,7 +221,10 @@ _EXPECTED: dict[str, tuple[Check, str]] = {
     "normalisation": (has(layers=optional(list_of(is_text))), "an object with layers"),
     "lineage": (_is_lineage, "a list of objects"),
     "scores": (object_of(is_number), "an object of numbers"),
-    "input": (_is_input, "an object with a shape, and perhaps what is done to images (size, crop, mean, std)"),
+    "input": (
+        _is_input,
+        "an object with a shape, and perhaps what is done to images (size, crop, mean, std) or to columns",
+    ),
     "classes": (nullable(list_of(is_text)), "a list of names"),
     "probes": (
         list_of(

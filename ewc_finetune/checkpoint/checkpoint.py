@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ewc_finetune.anchor.provenance import is_head
+from ewc_finetune.data.columns import are_columns
 from ewc_finetune.data.transform import Assumption, is_transform
 from ewc_finetune.errors import CheckpointError, UsageError
 from ewc_finetune.hub.address import HubAddress
@@ -86,7 +87,7 @@ class ModelMetadata:
 
 _FIELDS: dict[str, Check] = {
     "architecture": nullable(is_text),
-    "input": lambda value: has(shape=optional(is_list))(value) and is_transform(value),
+    "input": lambda value: has(shape=optional(is_list))(value) and is_transform(value) and are_columns(value),
     "classes": nullable(is_list),
     "lineage": list_of(is_object),
     "frozen": is_list,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from ewc_finetune.checkpoint.formats.unpickling import NoPickleError, check_pick
 from ewc_finetune.checkpoint.formats.weights import Weights
 from ewc_finetune.checkpoint.location import Location, fetch, locate, means_model
 from ewc_finetune.checkpoint.published import find_published, is_published, transform_of_weights
+from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.transform import Assumption, Transform
 from ewc_finetune.errors import ArchitectureError, CheckpointError, first_line
 from ewc_finetune.hub.address import HubAddress
@@ -114,12 +115,16 @@ class LoadedModel:
         """Versions of the packages, beside torch, that give its tensors their names."""
         return {} if self.checkpoint is None else self.checkpoint.versions
 
-    @property
-    def likelihood(self) -> str:
-        """How its outputs are meant, unless somebody says otherwise: as it was trained, else what its task takes."""
+    def likelihood(self, data: Iterable[Domain]) -> str:
+        """Say how its outputs are meant, unless somebody says otherwise: as it was trained, else what its task takes.
+
+        Where neither is known, the labels of the data say it.
+        """
         if self.metadata.likelihood is not None:
             return self.metadata.likelihood
-        return "categorical" if self.task is None else self.task.likelihood
+        if self.task is not None:
+            return self.task.likelihood
+        return "gaussian" if any(domain.real_valued for domain in data) else "categorical"
 
     @property
     def format(self) -> str:

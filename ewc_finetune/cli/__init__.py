@@ -42,12 +42,12 @@ def main() -> None:
     ewc-ft report model-fmnist.run                    what came of it, on one page
     ewc-ft push both.safetensors ORG/NAME             and others take --anchors hf://ORG/NAME
 
-    DATA is mnist, fmnist, kmnist, cifar10, digits, imagefolder:PATH, images:PATH, npz:FILE, csv:FILE, hf:DATASET,
+    DATA is mnist, fmnist, kmnist, cifar10, digits, imagefolder:PATH, images:PATH, npz:FILE, table:FILE, hf:DATASET,
     text:FILE, generate:N or package.module:function, with options behind a question mark: split=train|test,
     classes=0-4, limit=N, first=N, channels=1|3, rotate=DEGREES, permute=SEED, offset=N, active=0-4; of images
     size=PIXELS or resize=PIXELS&crop=PIXELS, mean=imagenet&std=imagenet (or numbers); of tables and datasets
-    text=COLUMN, target=COLUMN, labels=A,B,C (the order of the model's outputs); of texts length=TOKENS, pack=TOKENS;
-    joined by &.
+    text=COLUMN, target=COLUMN, labels=A,B,C (the order of the model's outputs); of tables header=0, ignore=A,B,
+    onehot=A,B, missing=mean, standardise=1, test=SHARE; of texts length=TOKENS, pack=TOKENS; joined by &.
     """  # noqa: D301 - click reads the \b
 
 

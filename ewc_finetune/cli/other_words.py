@@ -127,7 +127,7 @@ COMMANDS = {
 
 
 def meant(command: click.Command, others: Mapping[str, click.Command], word: str) -> list[str]:
-    """Return what was probably meant by a word that is no option of a command, such as `--device cuda` by `--gpu`.
+    """Return what was probably meant by a word that is no option of a command, such as `--device cuda` by the word gpu.
 
     Args:
         command: The command.

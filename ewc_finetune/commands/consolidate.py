@@ -138,7 +138,7 @@ def plan(options: ConsolidateOptions, opened: LoadedModel | None = None) -> Cons
         )
     if options.samples == "auto" and not domain.indexable:
         progress.note(f"{domain.name} comes in an order of its own, in which --samples auto takes it")
-    rule = get_likelihood(options.likelihood or loaded.likelihood)
+    rule = get_likelihood(options.likelihood or loaded.likelihood([domain]))
     reference = refer_to_hub(loaded) if options.anchor_weights == "reference" else None
     return ConsolidationPlan(options, loaded, excluded, domain, rule, device, reference)
 
@@ -171,7 +171,7 @@ def _match(todo: ConsolidationPlan) -> Iterator[_Matched]:
         say_numbering(domain, loaded, progress)
         bound = bind(loaded, domain, todo.likelihood, todo.device, progress)
         parameters = {n: p for n, p in loaded.model.named_parameters() if n not in todo.excluded}
-        yield _Matched(bound, _subset(domain, todo.limit, seed), parameters, prepared)
+        yield _Matched(bound, _subset(bound.domain, todo.limit, seed), parameters, prepared)
 
 
 def cost(todo: ConsolidationPlan) -> Estimate:
@@ -282,7 +282,7 @@ def _provenance(todo: ConsolidationPlan, matched: _Matched, fisher: Fisher, fing
             "size": domain.size,
             "fingerprint": fingerprint.hexdigest() if fisher.samples else None,
         },
-        likelihood=options.likelihood or loaded.likelihood,
+        likelihood=todo.likelihood.name,
         estimator="none" if options.curvature == "identity" else fisher.estimator,
         curvature=options.curvature,
         draws=options.draws if fisher.estimator == "sampled" else None,

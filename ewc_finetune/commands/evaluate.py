@@ -75,11 +75,11 @@ def plan(options: EvaluateOptions) -> EvaluationPlan:
         classes = replace(loaded.metadata, classes=anchor.provenance.classes)
         loaded = replace(loaded, model=with_head_of(loaded.model, anchor), metadata=classes)
     device = choose_device(options.device)
-    rule = get_likelihood(options.likelihood or loaded.likelihood)
-    check_metrics(options.metrics, rule.name)
     domains = resolve_domains(options.data, "test", options.data_dir)
     for domain in domains:
         refuse_augmented(domain, "evaluate")
+    rule = get_likelihood(options.likelihood or loaded.likelihood(domains))
+    check_metrics(options.metrics, rule.name)
     return EvaluationPlan(options, loaded, domains, rule, device)
 
 

@@ -169,7 +169,7 @@ class Estimating:
         choices=LIKELIHOODS,
         wider=True,
         main=True,
-        unless="what a model folder says; categorical otherwise",
+        unless="as MODEL was trained, else what a model folder says, else gaussian for real numbers, else categorical",
     )
     exclude: Sequence[str] = option((), "Leave these parameters free; repeatable.", many=True, metavar="GLOB")
     probe: int = option(
@@ -209,7 +209,7 @@ class ConsolidateOptions(Computing, Estimating, Storing, Consolidating, Told):
             random order, until the standard error of the trace is `rtol` of it, and for 200 samples at least.
         likelihood: How outputs become log p(y | x); unless given the one that `finetune` trained the checkpoint with,
             else what the model's task takes (per-token for language models of transformers, bernoulli for several
-            labels), else categorical.
+            labels), else gaussian where labels are known to be real numbers, else categorical.
         probe: Keep so many inputs as they are in the anchor, with the model's answers to them, by which `finetune` says
             what is kept of them while it trains. Whoever has the anchor has them; none unless given.
         lineage: Anchors that a module was already trained under (`Finetuned.lineage`); a file carries its own.

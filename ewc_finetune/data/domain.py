@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
+from ewc_finetune.data.columns import Column
 from ewc_finetune.data.transform import Assumption, Transform
-from ewc_finetune.errors import DataError, first_line
+from ewc_finetune.errors import DataError, counted, first_line
 from ewc_finetune.likelihood.active import Active
 from ewc_finetune.likelihood.base import Likelihood
 from ewc_finetune.modules.batch import Batch, Inputs, count, is_inputs, named, take
 
+# The largest label of classes of which most may have no sample.
+_MANY_CLASSES = 100
 # The keys of labels in batches that are dictionaries.
 _LABELS = ("labels", "label")
 
@@ -42,6 +45,8 @@ class Domain:
         unit: Whether they are numbers that nobody has normalised yet, as bytes are once they are 0 to 1.
         augment: What is done to its images at random each time that they are trained on.
         remarks: What a reader should know of how the samples were chosen.
+        columns: What was done to the columns of a table; none for other data.
+        as_columns: Whether one label to a sample is given as `(n, 1)`, for a model with one real output.
     """
 
     name: str
@@ -57,6 +62,14 @@ class Domain:
     unit: bool = False
     augment: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
+    columns: tuple[Column, ...] = ()
+    as_columns: bool = False
+
+    @property
+    def real_valued(self) -> bool:
+        """Whether its labels are known, and are one real number to each sample."""
+        labels = self.labels
+        return labels is not None and labels.is_floating_point() and tuple(labels.shape[1:]) in ((), (1,))
 
     @property
     def indexable(self) -> bool:
@@ -82,8 +95,11 @@ class Domain:
         """Return the likelihood of these samples' labels: of the active outputs, where not all are."""
         return likelihood if self.active is None else Active(likelihood, self.active)
 
-    def count_classes(self) -> int:
+    def count_classes(self, *, dense: bool = False) -> int:
         """Return how many classes there are.
+
+        Args:
+            dense: Whether labels with large gaps between them are refused, for they hardly are numbers of classes.
 
         Raises:
             DataError: if neither names nor labels say it.
@@ -95,7 +111,17 @@ class Domain:
                 f"{self.name} has no labels that say how many classes there are. Name them (target=NAME of tables, "
                 "arrays and datasets), or build the model and pass it as a module"
             )
-        return self.labels.shape[1] if self.labels.ndim == 2 else int(self.labels.max()) + 1
+        if self.labels.ndim == 2:  # a probability, or an answer of yes and no, for each
+            return self.labels.shape[1]
+        least, most = int(self.labels.min()), int(self.labels.max())
+        different = len(set(self.labels.flatten().tolist()))
+        if least < 0 or (dense and most > _MANY_CLASSES and 2 * different < most):
+            raise DataError(
+                f"{self.name}: its labels are {counted(different, 'different whole number')} from {least:,} to "
+                f"{most:,}, which number no classes from 0. If they are to be predicted as numbers: --likelihood "
+                "gaussian; if each is a class: labels= names all of them, in the order of the outputs"
+            )
+        return most + 1
 
     def count_batches(self, batch_size: int) -> int | None:
         """Return how many batches one walk has, or None where it is not known."""
@@ -199,6 +225,8 @@ class Domain:
                 "alone, where inputs are a tensor or a dictionary of tensors and labels a tensor"
             )
         inputs = inputs if isinstance(inputs, Tensor) else dict(inputs)
+        if labels is not None and self.as_columns and labels.ndim == 1:
+            labels = labels[:, None]
         return inputs, labels if labels is None or labels.is_floating_point() else labels.long()
 
 

@@ -105,7 +105,10 @@ def of_rows(rows: Any, name: str, options: DataOptions, split: Split | None = No
         return Domain(name, texts, classes, labels, split, numbering=numbering)
     image = next((column for column in _IMAGES if column in columns), None)
     if image is None:
-        raise UsageError(f"{name}: which column has the texts? Name it with text=COLUMN. It has {', '.join(columns)}")
+        raise UsageError(
+            f"{name}: which column has the texts? Name it with text=COLUMN. It has {', '.join(columns)}. "
+            "A file of numbers and categories is table:FILE"
+        )
     return Domain(name, ImageColumn(rows[image], labels, options), classes, labels, split, numbering=numbering)
 
 

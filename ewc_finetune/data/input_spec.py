@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ewc_finetune.data.columns import Column, read_columns
+from ewc_finetune.data.columns import describe as describe_columns
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.transform import Transform
 from ewc_finetune.errors import ArchitectureError, DataError, first_line
@@ -30,6 +32,7 @@ class InputSpec:
         names: Where a sample is a dictionary of tensors: the shape of each.
         transform: What is done to images as they come; what it says of their size is done before they are samples.
         raw: Whether samples are such images; others, which are somebody's inputs already, are not normalised again.
+        columns: What was done to the columns of a table before they were samples; none for other data.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +41,7 @@ class InputSpec:
     names: dict[str, tuple[int, ...]] | None = None
     transform: Transform = field(default_factory=Transform)
     raw: bool = True
+    columns: tuple[Column, ...] = ()
 
     def present(self, samples: Inputs, dtype: torch.dtype) -> Inputs:
         """Turn a batch of samples into inputs of the model, floating-point ones in `dtype`."""
@@ -63,13 +67,16 @@ class InputSpec:
             parts.append(self.transform.describe_numbers())
         if self.flat:
             parts.append(f"flattened to {math.prod(self.shape)} values")
+        parts.append(describe_columns(self.columns))
         return ", ".join(filter(None, parts))
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON has them."""
-        document = {"shape": list(self.shape), "flat": self.flat, "bytes_to_unit": self.bytes_to_unit}
+        document: dict[str, Any] = {"shape": list(self.shape), "flat": self.flat, "bytes_to_unit": self.bytes_to_unit}
         if self.names is not None:
             document["names"] = {name: list(shape) for name, shape in self.names.items()}
+        if self.columns:
+            document["columns"] = [column.to_json() for column in self.columns]
         return document | self.transform.to_json() | ({} if self.raw else {"raw": False})
 
     @classmethod
@@ -83,6 +90,7 @@ class InputSpec:
             names=None if names is None else {name: tuple(shape) for name, shape in names.items()},
             transform=Transform.read(document),
             raw=document.get("raw", True),
+            columns=read_columns(document),
         )
 
 
@@ -115,7 +123,7 @@ def find_input_spec(
         shape, as_bytes = tuple(sample.shape[1:]), sample.dtype == torch.uint8
         transform, raw = _transform_of(domain, sample)
         ways = (False, True) if len(shape) > 1 else (False,)
-        input_specs = [InputSpec(shape, flat, as_bytes, transform=transform, raw=raw) for flat in ways]
+        input_specs = [InputSpec(shape, flat, as_bytes, None, transform, raw, domain.columns) for flat in ways]
     else:
         shape = ()
         input_specs = [InputSpec((), False, False, {key: tuple(tensor.shape[1:]) for key, tensor in sample.items()})]

@@ -51,7 +51,16 @@ class DataOptions:
         revision: The revision of a dataset on the Hub.
         stream: Whether to read the samples as they come.
         prompts: A file of requests, one to a line, which what is generated answers.
-        seed: The seed of what is generated.
+        seed: The seed of what is generated, or held out.
+        header: Whether the first line of a table has the names of its columns; it has, unless given.
+        ignore: Columns of a table to leave out.
+        onehot: Columns of a table that are categories; true for all whose values are not numbers.
+        missing: What stands for numbers that are missing in a table: one number, or the `mean` of each column.
+        standardise: Whether columns of numbers are standardised; as the model's own were unless given.
+        unseen: `zeros`: a category that the training data did not have is none of them. It is refused otherwise.
+        unit: What a table's targets are divided by.
+        decimal: `comma` where 1,5 is a number of a table, and not 1.5.
+        test: The share of a table's rows that is held out as its test split.
     """
 
     split: Split | None = None
@@ -76,12 +85,26 @@ class DataOptions:
     stream: bool = False
     prompts: str | None = None
     seed: int = 0
+    header: bool | None = None
+    ignore: tuple[str, ...] = ()
+    onehot: bool | tuple[str, ...] = False
+    missing: str | float | None = None
+    standardise: bool | None = None
+    unseen: str | None = None
+    unit: float | None = None
+    decimal: str = "point"
+    test: float | None = None
 
     @property
     def changes_images(self) -> bool:
         """Whether `apply` does anything."""
         others = (self.channels, self.rotate, self.permute)
         return self.transform.reshapes or any(option is not None for option in others)
+
+    @property
+    def encodes(self) -> bool:
+        """Whether it says how columns of a table become inputs."""
+        return bool(self.onehot or self.unseen) or self.missing is not None or self.standardise is not None
 
     def apply(self, images: Tensor) -> Tensor:
         """Resize, crop, recolour, rotate and permute images `(..., channels, height, width)`, in this order."""
@@ -213,8 +236,28 @@ def _std(text: str) -> tuple[float, ...]:
     return deviations
 
 
-def _degrees(text: str) -> float:
+def _finite(text: str) -> float:
     if not math.isfinite(float(text)):
+        raise ValueError
+    return float(text)
+
+
+def _integer(text: str) -> int:
+    return -_whole(text[1:]) if text.startswith("-") else _whole(text)
+
+
+def _yes(text: str) -> bool:
+    return _one_of("0", "1")(text) == "1"
+
+
+def _above_zero(text: str) -> float:
+    if _finite(text) < 1e-30:
+        raise ValueError
+    return float(text)
+
+
+def _share(text: str) -> float:
+    if not 0 < float(text) < 1:
         raise ValueError
     return float(text)
 
@@ -231,9 +274,9 @@ _READERS: dict[str, tuple[Callable[[str], object], str]] = {
     "mean": (_mean, "imagenet, one number such as 0.5, or three (red,green,blue), of pixels from 0 to 1"),
     "std": (_std, "imagenet, one number above 0 such as 0.5, or three (red,green,blue)"),
     "channels": (lambda text: int(_one_of("1", "3")(text)), "1 (grey) or 3 (colour)"),
-    "rotate": (_degrees, "degrees such as 30 or -12.5"),
+    "rotate": (_finite, "degrees such as 30 or -12.5"),
     "augment": (_augment, f"of {', '.join(AUGMENTATIONS)} one or several, joined by commas, none twice"),
-    "offset": (_whole, "a whole number from 0"),
+    "offset": (_integer, "a whole number such as 10 or -1"),
     "active": (_classes, "outputs such as 0-4 or 0,2,7-9"),
     "permute": (_whole, "a seed, a whole number from 0"),
 }
@@ -249,7 +292,19 @@ _OWN: dict[str, tuple[Callable[[str], object], str]] = {
     "pack": (_positive, "a number of tokens, at least 1"),
     "config": (str, "the name of a configuration"),
     "revision": (str, "the name of a revision"),
-    "stream": (lambda text: _one_of("0", "1")(text) == "1", "1 or 0"),
+    "stream": (_yes, "1 or 0"),
     "prompts": (str, "a file of requests, one to a line"),
     "seed": (_whole, "a seed, a whole number from 0"),
+    "header": (_yes, "1, or 0 where the first line is a row like the others"),
+    "ignore": (read_names, "names of columns such as id,name; none empty, none twice"),
+    "onehot": (
+        lambda text: True if text == "1" else read_names(text),
+        "names of columns such as city,kind, or 1 for all whose values are not numbers",
+    ),
+    "missing": (lambda text: text if text == "mean" else _finite(text), "mean, or a number such as 0"),
+    "standardise": (_yes, "1 or 0"),
+    "unseen": (_one_of("zeros"), "zeros"),
+    "unit": (_above_zero, "a number above 0 such as 1000"),
+    "decimal": (_one_of("point", "comma"), "point or comma"),
+    "test": (_share, "a share of the rows, above 0 and below 1, such as 0.2"),
 }

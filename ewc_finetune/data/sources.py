@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,11 +17,13 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ewc_finetune.choices import Split
 from ewc_finetune.data.domain import Domain, as_domain
-from ewc_finetune.data.draw import describe_draw, draw_evenly
+from ewc_finetune.data.draw import are_classes, describe_draw, draw_evenly
 from ewc_finetune.data.hugging_face import ImageColumn, is_rows, load_hugging_face, of_rows
 from ewc_finetune.data.images import ImageFiles, load_image_folder, load_images
 from ewc_finetune.data.options import COMMON, DataOptions, read_options
-from ewc_finetune.data.tables import load_csv, load_npz
+from ewc_finetune.data.table import Table
+from ewc_finetune.data.table_files import ENDINGS as TABLES
+from ewc_finetune.data.tables import load_npz, load_table
 from ewc_finetune.data.texts import Generated, Texts, TextStream, load_generated, load_text
 from ewc_finetune.data.transform import Transform
 from ewc_finetune.errors import DataError, UsageError, first_line, suggest
@@ -56,8 +58,9 @@ def load_domain(spec: str, default_split: Split, data_dir: str | Path | None = N
         forms = [f"{name}:{'N' if name == 'generate' else 'PATH'}" for name in _PLACES]
         if Path(spec).is_file():
             ending = Path(spec).suffix.removeprefix(".")
-            near = {"csv": "csv", "npz": "npz", "txt": "text", "jsonl": "hf", "json": "hf", "parquet": "hf"}.get(ending)
-            raise UsageError(f"{spec} is a file; say of what kind it is: {near or 'text'}:{spec}")
+            near = {"npz": "npz", "txt": "text", "jsonl": "hf", "json": "hf"}.get(ending)
+            near = "table" if f".{ending}" in TABLES else near or "text"
+            raise UsageError(f"{spec} is a file; say of what kind it is: {near}:{spec}")
         raise UsageError(f"{spec}: no data is called {kind!r}. {suggest(kind, [*_IN_MEMORY, *forms, _FUNCTION])}")
     split: Split = options.split or default_split
     folder = Path(data_dir or os.environ.get(ENVIRONMENT) or Path.home() / ".cache" / "ewc-finetune" / "data")
@@ -140,15 +143,35 @@ def _select(domain: Domain, options: DataOptions) -> Domain:
         domain = domain.subset(kept.tolist())
     if options.limit is not None and options.limit < len(kept):
         domain = _drawn(domain, options.limit)
-    if not isinstance(domain.samples, TensorDataset):
+    if options.offset and domain.labels is not None:
+        domain = _offset(domain, options.offset)
+    if not isinstance(domain.samples, TensorDataset) or isinstance(domain.samples, Table):
         return domain
     images, *labels = domain.samples.tensors
     if options.changes_images:
         images = torch.cat([options.apply(part) for part in torch.split(images, 4096)])
-    if options.offset and domain.labels is not None:
-        moved = domain.labels + options.offset
-        return replace(domain, samples=TensorDataset(images, moved), labels=moved, classes=None)
     return replace(domain, samples=TensorDataset(images, *labels))
+
+
+def _offset(domain: Domain, offset: int) -> Domain:
+    """Return a domain of a table or of arrays with other numbers of its classes.
+
+    Raises:
+        DataError: if there are negative ones among them.
+    """
+    labels, samples = cast("Tensor", domain.labels), domain.samples
+    moved = labels + offset
+    if moved.numel() and not are_classes(labels):
+        raise DataError(f"{domain.name}: offset= is of numbers of classes, and its labels are none")
+    if moved.numel() and int(moved.min()) < 0:
+        raise DataError(
+            f"{domain.name}: offset={offset} makes the label {int(labels.min())} a negative one; classes are numbered "
+            "from 0"
+        )
+    if isinstance(samples, Table):
+        return replace(domain, samples=samples.with_labels(moved), labels=moved, classes=None)
+    inputs = cast("TensorDataset", samples).tensors[0]
+    return replace(domain, samples=TensorDataset(inputs, moved), labels=moved, classes=None)
 
 
 def _said(domain: Domain, options: DataOptions) -> Transform:
@@ -183,12 +206,12 @@ def _check_options(domain: Domain, options: DataOptions) -> None:
     arrays = isinstance(samples, TensorDataset)
     images = isinstance(samples, (ImageFiles, ImageColumn))
     if isinstance(samples, TensorDataset):
-        images = samples.tensors[0].ndim == 4
+        images = not isinstance(samples, Table) and samples.tensors[0].ndim == 4
     others = isinstance(samples, (Texts, TextStream, Generated)) or (arrays and not images)
     for asked, possible, reason in (
         (options.transform.mean is not None, not others, "its samples are no images, so they cannot be normalised"),
         (options.changes_images, images, "its samples are no images, so they cannot be resized, turned or permuted"),
-        (options.offset, arrays, "offset is for arrays and images in memory"),
+        (options.offset, arrays, "offset is for arrays, tables and images in memory"),
         (options.classes, domain.labels is not None, "its labels are not known beforehand, so none can be chosen"),
         (
             options.limit or options.first,
@@ -200,12 +223,17 @@ def _check_options(domain: Domain, options: DataOptions) -> None:
             raise UsageError(f"{domain.name}: {reason}")
 
 
+_OF_TABLES = (
+    *("text", "target", "labels", "length", "pack", "header", "ignore"),
+    *("onehot", "missing", "standardise", "unseen", "unit", "decimal", "test", "seed"),
+)
 # Kinds of data that have a place behind a colon, each with its own options.
 _PLACES: dict[str, tuple[Callable[[Address, str, Split, DataOptions], Domain], tuple[str, ...]]] = {
     "imagefolder": (load_image_folder, ("labels",)),
     "images": (load_images, ()),
     "npz": (load_npz, ("inputs", "target", "labels")),
-    "csv": (load_csv, ("text", "target", "labels", "length", "pack")),
+    "table": (load_table, _OF_TABLES),
+    "csv": (load_table, _OF_TABLES),
     "hf": (load_hugging_face, ("text", "target", "labels", "length", "pack", "config", "revision", "stream")),
     "text": (load_text, ("length", "pack")),
     "generate": (load_generated, ("length", "prompts", "seed")),

@@ -1,9 +1,8 @@
-"""Files of arrays and tables: `npz:` and `csv:`."""
+"""Files of arrays and tables: `npz:` and `table:`."""
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,15 @@ from torch.utils.data import TensorDataset
 
 from ewc_finetune.choices import Split
 from ewc_finetune.data.domain import Domain
+from ewc_finetune.data.encoding import Rows
 from ewc_finetune.data.numbering import AS_LISTED, BY_NAME, number
 from ewc_finetune.data.options import DataOptions
-from ewc_finetune.data.texts import Texts, refuse_split
-from ewc_finetune.errors import DataError, EwcError, UsageError, suggest
+from ewc_finetune.data.table import Table
+from ewc_finetune.data.table_files import Frame, NoNumberError, is_number, read_table
+from ewc_finetune.data.texts import Texts
+from ewc_finetune.errors import DataError, EwcError, UsageError, counted, suggest
 from ewc_finetune.specs.query import Address
 
-# The most characters that a field of a table may have.
-_LONGEST = 1 << 30
 # The names by which columns and arrays are found where the spec does not name them.
 TEXTS = ("text", "sentence", "content")
 TARGETS = ("label", "labels", "target", "y")
@@ -95,45 +95,91 @@ def _opened(path: Path) -> Iterator[Any]:
         raise DataError(f"{path} cannot be read as arrays ({reason}). Expected what numpy.savez wrote") from error
 
 
-def load_csv(address: Address, place: str, split: Split, options: DataOptions) -> Domain:
-    """Read a table with a header: a column of texts, or all but the target as numbers."""
-    path = _file(address, place, "csv:table.csv?target=label")
-    refuse_split(address, options)
-    csv.field_size_limit(_LONGEST)
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file, strict=True)
-            header = next(reader, [])
-            rows = [row for row in reader if row]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} cannot be read as a table ({error})") from error
-    if len(set(header)) != len(header) or not rows:
-        raise DataError(f"{path}: expected a first line with the names of the columns, all different, and rows below")
-    for n, row in enumerate(rows, start=2):
-        if len(row) != len(header):
-            raise DataError(f"{path}, row {n}: {len(row)} columns, and the first line names {len(header)}")
-    columns: Mapping[str, Sequence[str]] = dict(zip(header, zip(*rows, strict=True), strict=True))
-    targets = target_columns(options.target, list(header), str(address))
-    where = f"{path}: {', '.join(targets)}"
-    labels, classes = labels_of([columns[name] for name in targets], where, options.labels)
-    numbering = numbering_of(classes, options)
-    text = options.text or next((name for name in TEXTS if name in columns), None)
+def load_table(address: Address, place: str, split: Split, options: DataOptions) -> Domain:
+    """Read a table: a column of texts, or all but the target as numbers and categories."""
+    path = _file(address, place, "table:rows.csv?target=price")
+    if options.split and options.test is None:
+        raise UsageError(
+            f"{address}: one file has no splits to choose from; name the file of the other split, or hold a part out "
+            "for it (test=0.2)"
+        )
+    frame = read_table(path, header=options.header, decimal_comma=options.decimal == "comma")
+    names = list(frame.columns)
+    targets = target_columns(options.target, names, str(address))
+    for asked, option in ((options.ignore, "ignore"), (options.onehot, "onehot")):
+        for name in () if isinstance(asked, bool) else asked:
+            check_column(name, names, str(address), f"option {option}=")
+    labels, classes = _targets(frame, targets, options)
+    training, rows = _split_rows(frame, split, options, address)
+    labels = None if labels is None else labels[torch.from_numpy(rows)]
+    text = options.text or next((name for name in TEXTS if name in names and name not in options.ignore), None)
+    samples: Texts | Table
     if text is not None:
-        check_column(text, list(header), str(address), "text")
-        samples = Texts(columns[text], labels, options.length, options.pack)
-        return Domain(str(address), samples, classes, labels, numbering=numbering)
-    features = [name for name in header if name not in targets]
-    if not features:
-        raise DataError(f"{path} has no column beside the target")
+        check_column(text, names, str(address), "text")
+        if options.encodes:
+            raise UsageError(f"{address}: its samples are texts ({text!r}), so no columns of it are made numbers")
+        samples = Texts(frame.columns[text].take(rows).to_pylist(), labels, options.length, options.pack)
+    else:
+        features = tuple(name for name in names if name not in (*targets, *options.ignore))
+        if not features:
+            raise DataError(f"{path} has no column beside the target")
+        samples = Table(frame, features, options, training, rows, labels)
+    own = None if options.test is None else split
+    return Domain(str(address), samples, classes, labels, own, numbering=numbering_of(classes, options))
+
+
+def _split_rows(frame: Frame, split: Split, options: DataOptions, address: Address) -> tuple[Rows, Rows]:
+    """Return the rows of the training data, and those of the split; all of them where nothing is held out."""
+    every: Rows = np.arange(frame.rows)
+    if options.test is None:
+        return every, every
+    held_out = round(options.test * frame.rows)
+    if not 0 < held_out < frame.rows:
+        raise DataError(f"{address}: test={options.test:g} of {counted(frame.rows, 'row')} leaves a split without any")
+    order = torch.randperm(frame.rows, generator=torch.Generator().manual_seed(options.seed)).numpy()
+    training = np.sort(order[held_out:])
+    return training, training if split == "train" else np.sort(order[:held_out])
+
+
+def _targets(
+    frame: Frame, targets: Sequence[str], options: DataOptions
+) -> tuple[Tensor | None, tuple[str, ...] | None]:
+    """Return the labels of all rows, and the names of the classes where labels were names.
+
+    Raises:
+        DataError: naming column and line of a label that is missing, or is no number where most are.
+    """
+    for name in targets if options.labels is None else ():
+        missing = frame.missing(name)
+        if missing:
+            more = f" and in {counted(len(missing) - 1, 'more row')}" if len(missing) > 1 else ""
+            raise DataError(
+                f"{frame.path}: the target {name!r} has no label in {frame.where(missing[0])}{more}. Leave such rows "
+                "out, or give them one"
+            )
+        _check_numbers(frame, name)
+    columns = [frame.columns[name].to_pylist() for name in targets]
+    labels, classes = labels_of(columns, f"{frame.path}: {', '.join(targets)}", options.labels)
+    if options.unit is None or labels is None:
+        return labels, classes
+    if classes is not None:
+        raise UsageError(f"{frame.path}: unit= is of numbers to predict, and the target {targets[0]!r} has names")
+    return labels / options.unit, None
+
+
+def _check_numbers(frame: Frame, name: str) -> None:
+    """Refuse a target of numbers with something else among them, which would be taken for names of classes."""
     try:
-        numbers = torch.stack([_numbers(columns[name], f"{path}: {name}") for name in features], dim=1)
-    except DataError as error:
-        raise DataError(
-            f"{error}. Name the column of texts (text=COLUMN) or of the target (target=COLUMN); it has "
-            f"{', '.join(header)}"
-        ) from error
-    parts = (numbers,) if labels is None else (numbers, labels)
-    return Domain(str(address), TensorDataset(*parts), classes, labels, numbering=numbering)
+        frame.numbers(name)
+    except NoNumberError as error:
+        values = frame.texts(name).to_pylist()
+        others = len(values) - sum(map(is_number, values))
+        if 2 * others < len(values):
+            raise DataError(
+                f"{frame.path}, {frame.where(error.row)}: the target {name!r} is {error.value!r}, and most of its "
+                f"values are numbers ({counted(others, 'value')} of {len(values):,} are not). Leave such rows out; if "
+                "they are names of classes, labels= names all of them"
+            ) from None
 
 
 def target_columns(asked: str | None, columns: Sequence[str], where: str) -> list[str]:
@@ -182,12 +228,16 @@ def labels_of(
         return number([str(value) for value in column], names, where)
     if isinstance(column[0], Sequence) and not isinstance(column[0], str):
         return _several(column, where), None
-    if all(isinstance(value, int) or (isinstance(value, str) and value.strip().isdecimal()) for value in column):
+    if all(isinstance(value, int) or (isinstance(value, str) and _is_whole(value)) for value in column):
         whole = [int(value) for value in column]
         if max(map(abs, whole)) >= 1 << 63:
             raise DataError(f"{where}: {max(whole, key=abs)} is larger than any class")
         return torch.tensor(whole), None
     return _numbers_or_names(column, where)
+
+
+def _is_whole(text: str) -> bool:
+    return text.strip().removeprefix("-").isdecimal()
 
 
 def _numbers_or_names(column: Sequence[Any], where: str) -> tuple[Tensor, tuple[str, ...] | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,7 +12,7 @@ from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.input_spec import InputSpec, find_input_spec
 from ewc_finetune.errors import ArchitectureError, DataError
 from ewc_finetune.evaluation.presenting import say_numbers
-from ewc_finetune.likelihood.base import Likelihood
+from ewc_finetune.likelihood.base import Likelihood, RealValued
 from ewc_finetune.progress import Progress
 
 
@@ -65,6 +65,10 @@ def bind(
     input_spec, output_shape = find_input_spec(
         loaded.model, domain, device, lambda outputs: likelihood.check_outputs(outputs, domain.name), metadata.input
     )
+    if isinstance(likelihood, RealValued) and output_shape == (1,):
+        labels = domain.labels
+        column = labels is not None and labels.ndim == 1
+        domain = replace(domain, as_columns=True, labels=labels[:, None] if labels is not None and column else labels)
     if outputs is not None and output_shape[-1:] != (outputs,):
         raise ArchitectureError(
             f"the last linear layer of the model was to be its head, with {outputs} outputs, but the model returns "

@@ -58,7 +58,7 @@ class Scoring:
         choices=LIKELIHOODS,
         wider=True,
         main=True,
-        unless="as MODEL was trained, else what a model folder says, else categorical",
+        unless="as MODEL was trained, else what a model folder says, else gaussian for real numbers, else categorical",
     )
     head: Anchor | str | Path | None = option(
         None,

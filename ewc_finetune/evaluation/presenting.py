@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch.utils.data import TensorDataset
 
 from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.checkpoint.open import LoadedModel
+from ewc_finetune.data.columns import describe, read_columns
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.hugging_face import ImageColumn
 from ewc_finetune.data.images import ImageFiles
 from ewc_finetune.data.input_spec import InputSpec
 from ewc_finetune.data.preprocessing import preprocessed
+from ewc_finetune.data.table import Table
 from ewc_finetune.data.transform import Assumption, Transform
-from ewc_finetune.errors import UsageError
+from ewc_finetune.errors import UsageError, few
 from ewc_finetune.progress import Progress
 
 
@@ -37,6 +40,8 @@ def presented(domain: Domain, loaded: LoadedModel, progress: Progress) -> Domain
         DataError: see `preprocessed`.
         UsageError: if the data says what the model's own image processor says.
     """
+    if isinstance(domain.samples, Table):
+        return as_inputs(domain, loaded, progress)
     encoded = preprocessed(domain, loaded.task, loaded.model, loaded.label)
     if encoded is not domain:
         if domain.transform is not None and domain.transform.mean is not None:
@@ -53,6 +58,36 @@ def presented(domain: Domain, loaded: LoadedModel, progress: Progress) -> Domain
     alike = assumption.transform.mean is not None and own.get("bytes_to_unit") is False and own.get("raw", True)
     domain = replace(domain, assumed=assumption, unit=domain.unit or (alike and domain.transform is not None))
     return _reshaped(domain, assumption, progress)
+
+
+def as_inputs(domain: Domain, loaded: LoadedModel, progress: Progress) -> Domain:
+    """Return a table's rows as inputs: as the model's own were, as far as that is recorded.
+
+    Raises:
+        DataError: see `Table.columns` and `Table.encoded`.
+    """
+    table = cast("Table", domain.samples)
+    recorded = read_columns(loaded.metadata.input)
+    columns = table.columns(recorded)
+    inputs = table.encoded(columns)
+    if not recorded:
+        if any(one.mean is not None for one in columns) and not loaded.fresh:
+            progress.note(
+                f"{domain.name}: standardised by its own mean and deviation, for nothing is recorded of the model's. "
+                "If it was trained on other numbers, these are not its inputs"
+            )
+        return replace(domain, samples=inputs, columns=columns)
+    more = [name for name in table.names if name not in {column.name for column in columns}]
+    if more:
+        progress.note(f"{domain.name}: left out, for the model was not trained on them: {few(more)}")
+    # Whatever a file calls them, for later data they are called what they were in training.
+    columns = tuple(replace(now, name=then.name) for now, then in zip(columns, recorded, strict=True))
+    if columns == recorded:
+        progress.note(f"{domain.name}: its columns become inputs as the model's own did")
+    else:
+        was, now = (describe(ones) or "as they come" for ones in (recorded, columns))
+        progress.note(f"{domain.name}: the model's own columns were: {was}; these are: {now}")
+    return replace(domain, samples=inputs, columns=columns)
 
 
 def _reshaped(domain: Domain, assumption: Assumption, progress: Progress) -> Domain:
@@ -115,9 +150,15 @@ def say_numbers(domain: Domain, input_spec: InputSpec, progress: Progress) -> No
 
 
 def say_anchors(anchors: Sequence[Anchor], input_spec: InputSpec, progress: Progress) -> None:
-    """Say which anchors are of images with other numbers than those that go in now: of another function, that is."""
+    """Say which anchors are of images or columns with other numbers than go in now: of another function, that is."""
     for anchor in anchors:
         theirs = anchor.provenance.input
+        columns = read_columns(theirs)
+        if columns and input_spec.columns and columns != input_spec.columns:
+            progress.note(
+                f"{anchor.label} was made with other columns, or by other numbers of theirs: its curvature is of "
+                "another function of them"
+            )
         before, now = Transform.read(theirs).describe_numbers(), input_spec.transform.describe_numbers()
         raw = theirs.get("raw", True) and input_spec.raw
         if raw and len(theirs.get("shape", [])) == len(input_spec.shape) == 3 and before != now:

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.checkpoint.open import LoadedModel
 from ewc_finetune.data.domain import Domain, as_bytes
+from ewc_finetune.data.table import Table
 from ewc_finetune.errors import DataError
 
 # How many samples are read to recognise data that is not in memory.
@@ -69,6 +70,8 @@ def _digest(domain: Domain, told: bool) -> str | None:
     if not domain.indexable or not size:
         return None
     digest = hashlib.sha256()
+    if isinstance(domain.samples, Table):
+        return domain.samples.hexdigest()
     if isinstance(domain.samples, TensorDataset):
         for tensor in domain.samples.tensors:
             digest.update(as_bytes(tensor))

@@ -136,7 +136,8 @@ class Adapting(Measuring):
         "How outputs become the loss.",
         choices=LIKELIHOODS,
         wider=True,
-        unless="the anchors', else as the model was trained, else what a model folder says, else categorical",
+        unless="the anchors', else as the model was trained, else what a model folder says, else gaussian for real "
+        "numbers, else categorical",
         setting="method",
     )
     eval_on: Sequence[Any] | Mapping[str, Any] | None = option(

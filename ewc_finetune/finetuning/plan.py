@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from ewc_finetune.checkpoint.pin import fetched_anchors, pinned_model
 from ewc_finetune.choices import BESIDE_REHEARSAL, DEFAULT_LAMBDA, LikelihoodName
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.sources import resolve_domain, resolve_domains
+from ewc_finetune.data.table import Table
 from ewc_finetune.errors import CheckpointError, Mistakes, UsageError
 from ewc_finetune.evaluation.metrics import check_metrics
 from ewc_finetune.evaluation.presenting import informed
@@ -44,6 +46,8 @@ from ewc_finetune.runs.idle import FINETUNE, say_idle
 from ewc_finetune.runs.record import Run, read_run, recover_run
 from ewc_finetune.specs.options import check_declared
 
+# Targets of a regression that deviate by more from their mean are remarked on.
+_LARGE_DEVIATION = 10.0
 # Options that take a part of data, which is the same data still.
 _PARTS = ("split", "limit", "first")
 
@@ -144,7 +148,7 @@ def plan(options: FinetuneOptions, opened: LoadedModel | None = None) -> Plan:
         rehearsed = _rehearsed(options, anchors if len(anchors) == len(given) else None)
     if loaded:
         with mistakes.noted():
-            rule = get_likelihood(_likelihood_of(options.likelihood, anchors, start))
+            rule = get_likelihood(_likelihood_of(options.likelihood, anchors, start, domain))
             with mistakes.noted():
                 objective = objective_of(options, rule.name)
             with mistakes.noted():
@@ -219,7 +223,35 @@ def _open_start(options: FinetuneOptions, anchors: Sequence[Anchor], domain: Dom
         raise CheckpointError(f"there is no checkpoint at {model}, and it names no architecture either: {FORMS}")
     if architecture is not None:
         raise UsageError(f"--model {model} is an architecture already; --arch says what a checkpoint file holds")
-    return open_fresh(str(model), _sample_shape(domain), domain.count_classes(), options.seed), True
+    return open_fresh(str(model), _sample_shape(domain), _count_outputs(options, domain), options.seed), True
+
+
+def _count_outputs(options: FinetuneOptions, domain: Domain) -> int:
+    """Return how many outputs fresh weights need: one to a class, or to a number that is predicted."""
+    labels = domain.labels
+    numbers = options.likelihood in ("gaussian", "bernoulli") or (options.likelihood is None and domain.real_valued)
+    if numbers and labels is not None and labels.ndim <= 2:
+        _say_scale(options.progress, domain)
+        return 1 if labels.ndim == 1 else labels.shape[1]
+    outputs = domain.count_classes(dense=isinstance(domain.samples, Table))
+    if domain.classes is None and labels is not None and int(labels.min()) > 0:
+        options.progress.note(
+            f"{domain.name}: its labels begin at {int(labels.min())}, and the model gets outputs for those from 0 on, "
+            f"which no sample has; offset=-{int(labels.min())} numbers them from 0"
+        )
+    return outputs
+
+
+def _say_scale(progress: Progress, domain: Domain) -> None:
+    """Say so where targets are of another size than the gaussian likelihood, lambda and learning rate are meant for."""
+    deviation = float(domain.labels.double().std(correction=0)) if domain.labels is not None else 1.0
+    if deviation > _LARGE_DEVIATION:
+        unit = 10 ** round(math.log10(deviation))
+        way = f": unit={unit} divides by that" if isinstance(domain.samples, Table) else ""
+        progress.note(
+            f"{domain.name}: its targets deviate by {deviation:,.0f} from their mean, where learning rate and lambda "
+            f"are meant for about 1. Give them in a larger unit, here and wherever this model is used{way}"
+        )
 
 
 def _sample_shape(domain: Domain) -> tuple[int, ...]:
@@ -229,13 +261,13 @@ def _sample_shape(domain: Domain) -> tuple[int, ...]:
     return tuple(sample.shape[1:])
 
 
-def _likelihood_of(asked: LikelihoodName | None, anchors: Sequence[Anchor], start: LoadedModel) -> str:
+def _likelihood_of(asked: LikelihoodName | None, anchors: Sequence[Anchor], start: LoadedModel, domain: Domain) -> str:
     """Name the likelihood: as asked for, else the anchors', else the model's own (`LoadedModel.likelihood`).
 
     Raises:
         UsageError: if another is asked for than the anchors'.
     """
-    known = anchors[-1].provenance.likelihood if anchors else asked or start.likelihood
+    known = anchors[-1].provenance.likelihood if anchors else asked or start.likelihood([domain])
     if asked is not None and asked != known:
         raise UsageError(
             f"likelihood is {asked}, and {anchors[-1].label} was made with {known}; a penalty goes with the loss that "
@@ -264,7 +296,8 @@ def _scored(
         return _named_apart(scored), specs if len(specs) == len(scored) else [None] * len(scored)
     scored = [resolve_domain(data, "test", data_dir)] if isinstance(data, str) and domain.split is not None else []
     if not scored:
-        progress.note(f"{domain.name} has no test split, so nothing is scored; --eval names domains to score")
+        held = "; test=0.2 behind its question mark holds a fifth of it out" * isinstance(domain.samples, Table)
+        progress.note(f"{domain.name} has no test split, so nothing is scored; --eval names domains to score{held}")
     elif anchors and head != "new":
         progress.note(
             f"only {domain.name} is scored; where old data is at hand, --eval OLD --eval NEW shows what stays"

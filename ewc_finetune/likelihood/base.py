@@ -195,10 +195,15 @@ def check_classes(targets: Tensor, classes: int, where: str) -> None:
     if least < 0 or most >= classes:
         beyond = targets[(targets < 0) | (targets >= classes)]
         found = ", ".join(str(label) for label in sorted(set(beyond.tolist()))[:10])
+        if classes == 1:
+            way = "A model with one output predicts a number: --likelihood gaussian, or bernoulli for yes and no"
+        elif least > 0 and most - least < classes:
+            way = f"If they are numbered from {int(least)}, offset=-{int(least)} numbers them from 0"
+        else:
+            way = f"Choose the classes with ?classes=0-{classes - 1}, or use a model with more outputs"
         raise DataError(
             f"{where}: {beyond.numel()} of {targets.numel()} labels are not among the model's {classes} classes "
-            f"(0 to {classes - 1}): found {found}. Choose the classes with ?classes=0-{classes - 1}, or use a "
-            "model with more outputs"
+            f"(0 to {classes - 1}): found {found}. {way}"
         )
 
 

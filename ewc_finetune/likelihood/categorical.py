@@ -45,7 +45,8 @@ class Categorical(Likelihood):
         if targets.ndim != 1 or targets.is_floating_point():
             raise DataError(
                 f"{where}: the labels have shape {tuple(targets.shape)} and type {targets.dtype}; the categorical "
-                f"likelihood needs one integer for each sample, or probabilities of shape (batch, {output_shape[-1]})"
+                f"likelihood needs one integer for each sample, or probabilities of shape (batch, {output_shape[-1]}). "
+                "Numbers to predict go with --likelihood gaussian, several answers of yes and no with bernoulli"
             )
         check_classes(targets, output_shape[-1], where)
 

@@ -83,4 +83,4 @@ def _example(origin: Provenance) -> str:
         return "`text:new.txt` or `hf:ORG/DATASET`"
     if len(origin.input.get("shape", [])) == 3:
         return "`imagefolder:photos/` or `npz:new.npz`"
-    return "`csv:new.csv?target=label` or `hf:ORG/DATASET`"
+    return "`table:new.csv?target=label` or `hf:ORG/DATASET`"

@@ -675,9 +675,9 @@ def test_images_for_a_model_of_texts(tmp_path):
     with pytest.raises(DataError, match="e.jsonl, which .* names, is empty"):
         load_domain(f"hf:{tmp_path / 'e.jsonl'}", "train")
     (tmp_path / "r.csv").write_text("review,stars\ngood,3\n")
-    with pytest.raises(DataError, match=r"Name the column of texts \(text=COLUMN\) .* it has review, stars"):
-        load_domain(f"csv:{tmp_path / 'r.csv'}", "train")
-    with pytest.raises(UsageError, match=r"is a file; say of what kind it is: csv:/"):
+    with pytest.raises(DataError, match=r"column 'review' \('good' in line 2\).* text of each row \(.*text=COLUMN\)"):
+        load_domain(f"csv:{tmp_path / 'r.csv'}", "train").first()
+    with pytest.raises(UsageError, match=r"is a file; say of what kind it is: table:/"):
         load_domain(str(tmp_path / "r.csv"), "train")
 
 

@@ -378,15 +378,15 @@ def test_tables(tmp_path):
     inputs, labels = next(iter(load_domain(f"csv:{path}?target=b&first=2", "train").subset([1]).batches(1)))
     assert labels.tolist() == [4.0]
     for content, message in (
-        ("a,b,label\n1,x,2\n", "b, sample 1: 'x' is not a number"),
-        ("a,b,label\n1,2\n", "row 2: 2 columns, and the first line names 3"),
+        ("a,b,label\n1,x,2\n", r"not all values are numbers in column 'b' \('x' in line 2\)"),
+        ("a,b,label\n1,2\n", "row 2: 2 fields, and the first line has 3"),
         ("a,a,label\n1,2,3\n", "all different"),
         ("", "expected a first line"),
         ("label\n1\n", "no column beside the target"),
     ):
         path.write_text(content)
         with pytest.raises(DataError, match=message):
-            load_domain(f"csv:{path}", "train")
+            load_domain(f"csv:{path}", "train").first()
     path.write_text("a,b\n1,2\n")
     with pytest.raises(UsageError, match="there is no column 'c' for the target"):
         load_domain(f"csv:{path}?target=c", "train")
@@ -454,7 +454,7 @@ def test_options_that_data_cannot_take_are_refused(tmp_path):
 @pytest.mark.parametrize("label", ["", "123456789012345678901"])
 def test_labels_that_are_none(tmp_path, label):
     (tmp_path / "t.csv").write_text(f"a,label\n1,0\n2,{label}\n3,1\n")
-    with pytest.raises(DataError, match="sample 2 has no label|is larger than any class"):
+    with pytest.raises(DataError, match="the target 'label' has no label in line 3|is larger than any class"):
         load_domain(f"csv:{tmp_path / 't.csv'}", "train")
 
 
