@@ -154,7 +154,7 @@ def _select(domain: Domain, options: DataOptions) -> Domain:
 
 
 def _offset(domain: Domain, offset: int) -> Domain:
-    """Return a domain of a table or of arrays with other numbers of its classes.
+    """Return a domain of a table, of texts or of arrays with other numbers of its classes.
 
     Raises:
         DataError: if there are negative ones among them.
@@ -168,10 +168,14 @@ def _offset(domain: Domain, offset: int) -> Domain:
             f"{domain.name}: offset={offset} makes the label {int(labels.min())} a negative one; classes are numbered "
             "from 0"
         )
+    renumbered: Dataset[Any]
     if isinstance(samples, Table):
-        return replace(domain, samples=samples.with_labels(moved), labels=moved, classes=None)
-    inputs = cast("TensorDataset", samples).tensors[0]
-    return replace(domain, samples=TensorDataset(inputs, moved), labels=moved, classes=None)
+        renumbered = samples.with_labels(moved)
+    elif isinstance(samples, (Texts, ImageColumn)):
+        renumbered = replace(samples, labels=moved)
+    else:
+        renumbered = TensorDataset(cast("TensorDataset", samples).tensors[0], moved)
+    return replace(domain, samples=renumbered, labels=moved, classes=None)
 
 
 def _said(domain: Domain, options: DataOptions) -> Transform:
@@ -211,7 +215,11 @@ def _check_options(domain: Domain, options: DataOptions) -> None:
     for asked, possible, reason in (
         (options.transform.mean is not None, not others, "its samples are no images, so they cannot be normalised"),
         (options.changes_images, images, "its samples are no images, so they cannot be resized, turned or permuted"),
-        (options.offset, arrays, "offset is for arrays, tables and images in memory"),
+        (
+            options.offset,
+            arrays or isinstance(samples, (Texts, ImageColumn)),
+            "offset is for tables, texts, arrays and images in memory",
+        ),
         (options.classes, domain.labels is not None, "its labels are not known beforehand, so none can be chosen"),
         (
             options.limit or options.first,

@@ -444,7 +444,7 @@ def test_options_that_data_cannot_take_are_refused(tmp_path):
         (f"text:{tmp_path / 't.txt'}?classes=1", "its labels are not known beforehand"),
         ("test_data:made?rotate=30", "its samples are no images"),
         ("test_data:made_without_splits?limit=2", "it has no samples by number to limit"),
-        ("test_data:made_without_splits?offset=2", "offset is for arrays"),
+        ("test_data:made_without_splits?offset=2", "offset is for tables"),
     ):
         with pytest.raises(UsageError, match=message):
             load_domain(spec, "train")

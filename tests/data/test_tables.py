@@ -317,3 +317,10 @@ def test_numbers_of_a_record_may_be_of_any_size(tmp_path):
     frame = read_table(tmp_path / "t.csv")
     with pytest.raises(DataError, match="line 2: 'a' has a number beyond those of float32"):
         encode([Column("a", mean=1e300, std=1e-300)], frame, np.array([0]), unseen_zeros=False)
+
+
+def test_labels_of_texts_may_begin_at_1(tmp_path):
+    (tmp_path / "t.csv").write_text('"1","Rates rise","The bank said"\n"3","Cup final","A late goal"\n')
+    domain = load_domain(f"table:{tmp_path / 't.csv'}?header=0&text=3&target=1&offset=-1", "train")
+    assert domain.labels.tolist() == [0, 2]
+    assert [(text, int(label)) for text, label in domain.samples] == [("The bank said", 0), ("A late goal", 2)]
