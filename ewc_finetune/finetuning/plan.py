@@ -154,12 +154,7 @@ def plan(options: FinetuneOptions, opened: LoadedModel | None = None) -> Plan:
             with mistakes.noted():
                 check_metrics(options.metrics, rule.name)
         with mistakes.noted():
-            scored, specs = _scored(options, domain, anchors, progress)
-            scored, names = _also_selected(scored, specs, options.select_on, options.data_dir)
-            chosen = None
-            if options.keeps_best or options.patience is not None:
-                chosen = tuple(selecting(options.data, scored, specs, names))
-            aim = aim_of(options, names, anchors)
+            scored, specs, chosen, aim = _measured(options, domain, anchors)
     mistakes.check()
     schedule = replace(options, norm_stats=options.norm_stats or ("update" if fresh else "frozen"))
     layers = normalisation_layers(start.model)
@@ -274,6 +269,18 @@ def _likelihood_of(asked: LikelihoodName | None, anchors: Sequence[Anchor], star
             "its curvature is of"
         )
     return known
+
+
+def _measured(
+    options: FinetuneOptions, domain: Domain, anchors: Sequence[Anchor]
+) -> tuple[list[Domain], list[str | None], tuple[str, ...] | None, Aim]:
+    """Return the domains to score with their specs, the names of those that choose a state, and a search's aim."""
+    scored, specs = _scored(options, domain, anchors, options.progress)
+    scored, names = _also_selected(scored, specs, options.select_on, options.data_dir)
+    chosen = None
+    if options.keeps_best or options.patience is not None:
+        chosen = tuple(selecting(options.data, scored, specs, names))
+    return scored, specs, chosen, aim_of(options, names, anchors)
 
 
 def _scored(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,13 +75,7 @@ def plan(options: MendOptions) -> MendPlan:
             raise UsageError("there is nothing to mend by; name the anchors of what was forgotten with --anchors")
     output = None if options.output is None else Path(options.output)
     with mistakes.noted():
-        if options.plot is not None:
-            figure_format(Path(options.plot))
-        check_distinct({"model": output, "plot": options.plot})
-        for path in (output, options.plot):
-            if path is not None:
-                inputs = [options.model, *given, options.anchor_of_new]
-                check_output(Path(path), options.overwrite, inputs, folder=Path(path).is_dir(), note=progress.note)
+        _check_files(options, output, given)
     for item in given:
         with mistakes.noted():
             old.append(item if isinstance(item, Anchor) else Anchor.open(item))
@@ -126,6 +120,18 @@ def plan(options: MendOptions) -> MendPlan:
     if others < had:
         progress.note(f"what is kept is measured by {others:,} of {had:,} inputs in probes: the others are rehearsed")
     return MendPlan(options, loaded, old, known, domain, scored, has_new, device, left, polish, output)
+
+
+def _check_files(options: MendOptions, output: Path | None, anchors: Sequence[Anchor | str | Path]) -> None:
+    """Check that model and figure can be written, and take nothing away."""
+    if options.plot is not None:
+        figure_format(Path(options.plot))
+    check_distinct({"model": output, "plot": options.plot})
+    inputs = [options.model, *anchors, options.anchor_of_new]
+    for path in (output, options.plot):
+        if path is not None:
+            place = Path(path)
+            check_output(place, options.overwrite, inputs, folder=place.is_dir(), note=options.progress.note)
 
 
 def _check_kinds(anchors: list[Anchor]) -> None:

@@ -30,7 +30,9 @@ def test_reviews_then_topics_in_five_commands(ewc_ft, folder):
     reviews = "table:train.tsv?header=0&text=1&target=2"
     topics = "table:topics.csv?header=0&text=3&target=1&offset=-1&test=0.2"
     quick = ("--lr", 3e-3, "--batch-size", 20)
-    ewc_ft("finetune", "--model", "encoder", "--head", "new", "--data", reviews, "-o", "reviews", *quick, "--epochs", 10)
+    ewc_ft(
+        "finetune", "--model", "encoder", "--head", "new", "--data", reviews, "-o", "reviews", *quick, "--epochs", 10
+    )
     ewc_ft("consolidate", "reviews", "--data", reviews, "--probe", 40)
     said = ewc_ft(
         *("finetune", "--model", "reviews", "--anchors", "reviews.anchor.safetensors", "--head", "new"),
