@@ -144,7 +144,7 @@ def trained(ewc_ft, tmp_path):
             "predicted as numbers: --likelihood gaussian; if each is a class: labels= names all of them",
         ),
         ("a,y\n1,-1\n2,1\n", "table:t.csv", "2 different whole numbers from -1 to 1, which number no classes from 0"),
-        ("a,b,y\n1,2,0.5\n2,3,1.5\n", "table:t.csv?target=b,y", "Numbers to predict go with --likelihood gaussian"),
+        ("a,b,y\n1,2,0.5\n2,3,1.5\n", "table:t.csv?target=b,y", "Numbers of other kinds go with --likelihood gaussian"),
     ],
 )
 def test_mistakes_of_a_first_training(text, data, said, ewc_ft, tmp_path):

@@ -206,7 +206,7 @@ def _inspect(path: Path, other: Path, folder: Path) -> None:
     printer = Printer(quiet=False, verbose=True, as_json=True)
     printer.facts(found.facts)
     layer_table(printer, found.provenance)
-    printer.result(found.to_json())
+    printer.result(found.to_json(), "inspect-anchor")
 
 
 def _merge(path: Path, other: Path, folder: Path) -> None:
