@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -21,8 +21,11 @@ TRANSFORMERS = "transformers:"
 TORCHVISION = "torchvision:"
 TIMM = "timm:"
 FORMS = "mlp, cnn, torchvision:NAME, timm:NAME or package.module:Class (keyword arguments behind a ?)"
-# Arguments with which timm would read or fetch weights.
-_OF_WEIGHTS = ("pretrained", "checkpoint_path", "cache_dir")
+# Arguments with which torchvision and timm would read or fetch weights.
+_OF_WEIGHTS = {
+    *("weights", "weights_backbone", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict"),
+    *("checkpoint_path", "cache_dir"),
+}
 
 
 def looks_like_architecture(text: str) -> bool:
@@ -40,9 +43,10 @@ def build(text: str, *, trusted: bool, note: Callable[[str], None] | None = None
 
     Args:
         text: The architecture.
-        trusted: Whether the user named it. One that was read from a file may only name subclasses of `torch.nn.Module`,
-            or class methods of one (`Net.from_name`), that are defined in a module of the user's own
-            (`importing.find_own`): a file from a stranger shall neither import what it likes nor call what it likes.
+        trusted: Whether the user named it. One that was read from a file may only name subclasses of `torch.nn.Module`
+            that are defined in a module of the user's own (`importing.find_own`): a file from a stranger shall neither
+            import what it likes nor call what it likes. Class methods are not among them: many unpickle what they are
+            given the path of.
         note: Told what is imported for one that was read from a file.
 
     Raises:
@@ -190,12 +194,10 @@ def _find(address: Address, trusted: bool, note: Callable[[str], None] | None = 
         if trusted
         else find_own(head, "architecture", "--arch", ArchitectureError, note, only_classes=True)
     )
-    # Of a class its own constructors count as the class does: Net.from_name.
-    owner = factory.__self__ if inspect.ismethod(factory) else factory
-    is_of_module_class = isinstance(owner, type) and issubclass(owner, nn.Module)
-    if not is_of_module_class and not (trusted and callable(factory)):
+    is_module_class = isinstance(factory, type) and issubclass(factory, nn.Module)
+    if not is_module_class and not (trusted and callable(factory)):
         raise ArchitectureError(
-            f"{head} is neither a subclass of torch.nn.Module nor a class method of one"
+            f"{head} is not a subclass of torch.nn.Module"
             + ("" if trusted else ", and a file may name nothing else. If you trust it, name it yourself with --arch")
         )
     return factory  # type: ignore[return-value]
@@ -210,11 +212,7 @@ def _torchvision(name: str) -> Callable[..., object]:
     empty = {key: None for key in ("weights", "weights_backbone") if key in inspect.signature(builder).parameters}
 
     def make(**arguments: Any) -> object:
-        if any(key.startswith("weights") for key in arguments):
-            raise WrongArchitectureError(
-                f"torchvision:{name} is an architecture here, whose weights come from a checkpoint. The published ones "
-                f"are a checkpoint by themselves: --model 'torchvision:{name}?weights=DEFAULT'"
-            )
+        refuse_weights(TORCHVISION + name, arguments)
         return builder(**arguments, **empty)
 
     return make
@@ -226,15 +224,24 @@ def _timm(name: str) -> Callable[..., object]:
         raise WrongArchitectureError(f"timm has no model {name!r}. {suggest(name, timm.list_models())}")
 
     def make(**arguments: Any) -> object:
-        wrong = next((key for key in arguments if key.startswith((*_OF_WEIGHTS, "weights"))), None)
-        if wrong is not None:
-            raise WrongArchitectureError(
-                f"timm:{name} is an architecture here, whose weights come from a checkpoint, and not by {wrong}. The "
-                f"published ones are a checkpoint by themselves: --model 'timm:{name}?weights=DEFAULT'"
-            )
+        refuse_weights(TIMM + name, arguments)
         return timm.create_model(name, **arguments)
 
     return make
+
+
+def refuse_weights(name: str, arguments: Collection[str]) -> None:
+    """Refuse arguments with which an architecture would read or fetch weights by itself.
+
+    Raises:
+        WrongArchitectureError: naming the first, and how published weights are had.
+    """
+    wrong = next((key for key in arguments if key in _OF_WEIGHTS), None)
+    if wrong is not None:
+        raise WrongArchitectureError(
+            f"{name} is an architecture here, whose weights come from a checkpoint, and not by {wrong}. The published "
+            f"ones are a checkpoint by themselves: --model '{name}?weights=DEFAULT'"
+        )
 
 
 def require_timm() -> Any:

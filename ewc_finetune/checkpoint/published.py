@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ewc_finetune.checkpoint.architecture import TIMM, TORCHVISION, require_timm
+from ewc_finetune.checkpoint.architecture import TIMM, TORCHVISION, refuse_weights, require_timm
 from ewc_finetune.data.transform import INTERPOLATIONS, Transform
 from ewc_finetune.errors import CheckpointError, WrongArchitectureError, first_line, suggest
 from ewc_finetune.hub.address import HubAddress, parse_address
@@ -21,6 +22,7 @@ from ewc_finetune.specs.query import Address, parse
 # normalised with 0.5 and 0.5: (x * 0.229 + 0.485 - 0.5) / 0.5 = (pixel - 0.5) / 0.5. Without it they take the latter.
 _TURNING = ("googlenet", "inception_v3")
 _DEFAULT = "DEFAULT"
+_WEIGHTS = re.compile(rf"({TORCHVISION}|{TIMM})[^?]*\?(.*&)?weights=.*")
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Published:
 
 def is_published(text: object) -> bool:
     """Whether a text names published weights, as far as its form tells."""
-    return isinstance(text, str) and text.startswith((TORCHVISION, TIMM)) and "weights=" in text.partition("?")[2]
+    return isinstance(text, str) and bool(_WEIGHTS.fullmatch(text))
 
 
 def name_of(text: str) -> str:
@@ -82,6 +84,7 @@ def find_published(text: str) -> Published:
     """
     address = parse(text)
     options = {key: value for key, value in address.options.items() if key != "weights"}
+    refuse_weights(address.head, options)
     if "num_classes" in options:
         raise WrongArchitectureError(
             f"{text}: these weights have classes of their own, whose number is not to be said. finetune --head new "
@@ -127,10 +130,15 @@ def _of_torchvision(name: str, asked: str, options: dict[str, str]) -> Published
     weights: Any = known[asked]
     if name in _TURNING:
         options = {"transform_input": "true", **options}
+    transform = _torchvision_transform(name, weights, options)
+    if transform is None or name.startswith("quantized_"):
+        raise WrongArchitectureError(
+            f"torchvision's weights of {name} are of no classifier of images whose weights are real numbers, so they "
+            "cannot be fine-tuned here"
+        )
     classes = len(weights.meta.get("categories") or ())
     architecture = Address(TORCHVISION + name, {**options, **({"num_classes": str(classes)} if classes else {})})
     file = Path(torch.hub.get_dir()) / "checkpoints" / Path(urlsplit(weights.url).path).name
-    transform = _torchvision_transform(name, weights, options)
     return Published(str(architecture), f"torchvision's weights of {name}", transform, file, weights.url)
 
 

@@ -133,8 +133,8 @@ def plan(options: ConsolidateOptions, opened: LoadedModel | None = None) -> Cons
         progress.note(remark)
     if not isinstance(model, nn.Module) and architecture is not None and not builds_by_itself(architecture):
         progress.note(
-            f"{architecture} is neither a subclass of torch.nn.Module in a module of your own nor a class method of "
-            "one, and a file may name nothing else: give --arch again with the anchor"
+            f"{architecture} is no subclass of torch.nn.Module in a module of your own, and a file may name nothing "
+            "else: give --arch again with the anchor"
         )
     if options.samples == "auto" and not domain.indexable:
         progress.note(f"{domain.name} comes in an order of its own, in which --samples auto takes it")

@@ -43,6 +43,11 @@ def check_augmented(domain: Domain, sample: Inputs) -> None:
             f"{domain.name}: augment= is for images in bytes or from 0 to 1, and a sample is {shape}. Augment in a "
             "function of your own: --data package.module:function"
         )
+    if "rand" in domain.augment and isinstance(sample, Tensor) and sample.shape[1] not in (1, 3):
+        raise DataError(
+            f"{domain.name}: augment=rand is for images of 1 or 3 channels, and these have {sample.shape[1]}; leave it "
+            "out, or add channels=3"
+        )
 
 
 def refuse_augmented(domain: Domain, use: str) -> None:

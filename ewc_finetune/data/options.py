@@ -153,6 +153,8 @@ def read_options(address: Address, own: Collection[str] = ()) -> DataOptions:
     said = {key: values.pop(key) for key in _OF_TRANSFORM if key in values}
     transform = Transform(**said)  # type: ignore[arg-type]
     _check_transform(transform, address)
+    if "augment" in values and "permute" in values:
+        raise UsageError(f"{address}: augment= is for images, and permute= makes of each no image any more; say one")
     return DataOptions(transform=transform, **values)  # type: ignore[arg-type]
 
 

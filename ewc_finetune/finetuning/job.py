@@ -25,7 +25,7 @@ from ewc_finetune.finetuning.notes import say
 from ewc_finetune.finetuning.plan import Plan
 from ewc_finetune.likelihood.objective import Loss, balanced
 from ewc_finetune.modules.devices import on_device, random_state_kept
-from ewc_finetune.modules.heads import find_head, give_place, is_headless
+from ewc_finetune.modules.heads import find_head, give_place, is_headless, take_place
 from ewc_finetune.modules.modes import normalisation_layers
 from ewc_finetune.penalty.penalty import Penalty
 from ewc_finetune.progress import Progress, Silent
@@ -106,6 +106,7 @@ def _matched(plan: Plan, strengths: Sequence[float], undoing: contextlib.ExitSta
         check_augmented(domain, domain.first())
     if options.head == "new" and is_headless(start.model):
         give_place(start.model)
+        undoing.callback(take_place, start.model)
     old = find_head(start.model) if options.head != "shared" else None
     if old is not None:
         undoing.callback(start.model.set_submodule, *old)

@@ -35,7 +35,7 @@ from ewc_finetune.finetuning.schedule import Schedule
 from ewc_finetune.likelihood.base import Likelihood
 from ewc_finetune.likelihood.objective import Objective, objective_of
 from ewc_finetune.likelihood.registry import get_likelihood
-from ewc_finetune.modules.devices import choose_device
+from ewc_finetune.modules.devices import choose_device, random_state_kept
 from ewc_finetune.modules.modes import normalisation_layers
 from ewc_finetune.penalty.quadratic import spread_lambdas
 from ewc_finetune.progress import Progress
@@ -212,8 +212,9 @@ def _open_start(options: FinetuneOptions, anchors: Sequence[Anchor], domain: Dom
             raise UsageError("there is nothing to start from; name --anchors, or a --model for plain training")
         return open_checkpoint(FromAnchor(anchors[-1]), architecture), False
     if isinstance(model, nn.Module) or is_there(model):
-        new_head = options.head == "new"
-        return open_model(model, architecture, trust_code=options.trust_code, new_head=new_head), False
+        with random_state_kept(torch.device("cpu"), options.seed):  # of which an encoder's fresh layers are drawn
+            new_head = options.head == "new"
+            return open_model(model, architecture, trust_code=options.trust_code, new_head=new_head), False
     if not looks_like_architecture(str(model)):
         raise CheckpointError(f"there is no checkpoint at {model}, and it names no architecture either: {FORMS}")
     if architecture is not None:

@@ -19,8 +19,20 @@ def is_headless(model: nn.Module) -> bool:
 
 
 def give_place(model: Any) -> None:
-    """Give an encoder of timm a layer in whose place a new head can come."""
+    """Give an encoder of timm a layer in whose place a new head can come.
+
+    Raises:
+        ArchitectureError: if it would get several layers, or one that is not linear; it is as before then.
+    """
     model.reset_classifier(1)
+    if not isinstance(model.get_classifier(), nn.Linear):
+        take_place(model)
+        raise ArchitectureError(f"the classifier of a {type(model).__name__} is no linear layer, or several")
+
+
+def take_place(model: Any) -> None:
+    """Undo `give_place`."""
+    model.reset_classifier(0)
 
 
 def find_head(model: nn.Module) -> tuple[str, nn.Linear]:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.notes import Notes
 from support.transformers_models import SMALL, bert, encoder, masked, pictures, reviews, saved
 from transformers import (
@@ -33,7 +34,7 @@ def adapt(model, data, output, **options):
 def test_a_classifier_of_texts(tmp_path):
     folder, notes = saved(encoder(), tmp_path / "m"), Notes()
     done = adapt(folder, reviews(tmp_path / "r.jsonl"), tmp_path / "out", progress=notes)
-    assert notes.about("made a BertForSequenceClassification of, in which classifier is fresh")
+    assert notes.about("a BertForSequenceClassification is made of it; what is fresh in it: classifier")
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert isinstance(again, BertForSequenceClassification)
     with torch.no_grad():
@@ -59,7 +60,7 @@ def test_its_weights_are_the_encoders(tmp_path):
             if not part.startswith(("classifier", "pooler")) or part in own:
                 assert value.equal(own[part]), name
     remarks = " ".join(open_model(tmp_path / "masked", new_head=True).remarks)
-    assert "in which classifier, pooler is fresh" in remarks or "in which pooler, classifier is fresh" in remarks
+    assert "what is fresh in it: pooler, classifier" in remarks or "what is fresh in it: classifier, pooler" in remarks
     assert "no part of a classifier, left out" in remarks
 
 
@@ -92,7 +93,30 @@ def test_a_run_of_the_same_seed_gives_the_same_bytes(tmp_path):
 
 def test_classifiers_stay_what_they_are(tmp_path):
     opened = open_model(saved(bert(), tmp_path / "m"), new_head=True)
-    assert not any("is fresh" in remark for remark in opened.remarks)
+    assert not any("fresh" in remark for remark in opened.remarks)
+
+
+def test_what_is_fresh_depends_on_the_seed_alone(tmp_path):
+    folder, data = saved(masked(), tmp_path / "m"), reviews(tmp_path / "r.jsonl")
+    found = []
+    for outside, seed in ((1, 0), (2, 0), (1, 1)):
+        torch.manual_seed(outside)
+        model = adapt(folder, data, None, epochs=0, seed=seed).model
+        found.append((model.bert.pooler.dense.weight, model.classifier.weight))
+    same, other = (zip(found[0], one, strict=True) for one in found[1:])
+    assert all(one.equal(again) for one, again in same)
+    assert not any(one.equal(another) for one, another in other)
+
+
+def test_weights_of_another_encoder_are_refused(tmp_path):
+    """Those under other names, and a part of them."""
+    data = reviews(tmp_path / "r.jsonl")
+    for name, change in (("renamed", lambda key: f"0.{key}"), ("part", lambda key: key if "embed" in key else None)):
+        folder = saved(encoder(), tmp_path / name)
+        state = load_file(folder / "model.safetensors")
+        save_file({new: value for key, value in state.items() if (new := change(key))}, folder / "model.safetensors")
+        with pytest.raises(ArchitectureError, match="is in the config's model but not in the weights"):
+            adapt(folder, data, None)
 
 
 def test_what_is_no_encoder_is_said(tmp_path):

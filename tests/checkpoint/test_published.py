@@ -8,16 +8,17 @@ import safetensors.torch
 import timm
 import torch
 from support.notes import Notes
+from torch.utils.data import TensorDataset
 from torchvision.models import get_model, get_model_weights
 
 import ewc_finetune as ewc
 from ewc_finetune.checkpoint.location import is_there, local_name
 from ewc_finetune.checkpoint.open import open_model
-from ewc_finetune.checkpoint.published import find_published
+from ewc_finetune.checkpoint.published import find_published, is_published
 from ewc_finetune.commands.consolidate import default_output as anchor_of
 from ewc_finetune.commands.finetune import default_output
 from ewc_finetune.data.transform import IMAGENET_MEAN, Transform
-from ewc_finetune.errors import ArchitectureError, CheckpointError
+from ewc_finetune.errors import ArchitectureError, CheckpointError, DataError
 
 SHUFFLE = "torchvision:shufflenet_v2_x0_5?weights=IMAGENET1K_V1"
 MOBILE = "timm:mobilenetv3_small_050?weights=lamb_in1k"
@@ -83,6 +84,7 @@ def test_timms_are_a_checkpoint(of_timm, tmp_path, monkeypatch):
     assert again.metadata.architecture == "timm:mobilenetv3_small_050?num_classes=10"
     assert again.model.get_classifier().out_features == 10
     assert default_output(MOBILE, [], "digits") == Path("mobilenetv3_small_050-digits.safetensors")
+    assert not is_published("timm:swinv2_cr_tiny_224?num_weights=3")
     # Fresh weights of the same architecture, as of torchvision's.
     done = ewc.finetune("timm:mobilenetv3_small_050", DATA, **{**QUICK, "head": "shared"})
     assert done.model.get_classifier().out_features == 10
@@ -115,17 +117,34 @@ def test_an_encoder_of_timm_gets_a_head(hub, tmp_path, monkeypatch):
     assert again.model.get_classifier().out_features == 10
 
 
+def test_an_encoder_of_timm_is_put_back(hub):
+    model = timm.create_model("mobilenetv3_small_050", num_classes=0)
+    with pytest.raises(DataError, match="has no labels"):
+        ewc.finetune(model, TensorDataset(torch.rand(4, 3, 32, 32)), **QUICK)
+    assert model.num_classes == 0
+    assert not isinstance(model.get_classifier(), torch.nn.Linear)
+    two = timm.create_model("deit_tiny_distilled_patch16_224", num_classes=0, img_size=32, depth=1)
+    with pytest.raises(ArchitectureError, match="is no linear layer, or several"):
+        ewc.finetune(two, DATA, **QUICK)
+    assert two.num_classes == 0
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("torchvision:resnet81?weights=DEFAULT", "torchvision has no model 'resnet81'. Did you mean"),
         ("torchvision:resnet18?weights=V1", "torchvision has no weights 'V1' of resnet18"),
         ("torchvision:resnet18?weights=DEFAULT&num_classes=3", "have classes of their own, .* finetune --head new"),
+        ("torchvision:resnet18?weights=DEFAULT&weights_backbone=x", "and not by weights_backbone"),
+        ("torchvision:fcn_resnet50?weights=DEFAULT", "are of no classifier of images"),
+        ("torchvision:quantized_resnet18?weights=DEFAULT", "torchvision has no model|are of no classifier of images"),
+        ("timm:resnet18?weights=DEFAULT&checkpoint_path=x", "and not by checkpoint_path"),
         ("timm:resnet81?weights=DEFAULT", "timm has no model 'resnet81'. Did you mean"),
         ("timm:resnet18?weights=a9_in1k", "timm has no weights 'a9_in1k' of resnet18. Did you mean"),
     ],
 )
 def test_what_nobody_publishes(text, message):
+    assert is_published(text)
     with pytest.raises(ArchitectureError, match=message):
         find_published(text)
 

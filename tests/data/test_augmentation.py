@@ -1,5 +1,6 @@
 """Images to train on are changed at random, each by itself, and only there."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -87,6 +88,11 @@ def test_only_what_is_trained_on(tmp_path):
         UsageError, match="augment=mirror is not understood; expected of flip, crop, rand one or several"
     ):
         load_domain("digits?augment=mirror", "train")
+    with pytest.raises(UsageError, match="permute= makes of each no image any more"):
+        load_domain("digits?augment=flip&permute=1", "train")
+    np.savez(tmp_path / "four.npz", x=np.zeros((8, 4, 8, 8), np.uint8), y=np.arange(8) % 2)
+    with pytest.raises(DataError, match="augment=rand is for images of 1 or 3 channels, and these have 4"):
+        ewc.finetune("cnn", f"npz:{tmp_path / 'four.npz'}?augment=rand", **QUICK)
     (tmp_path / "t.csv").write_text("a,b,label\n" + "1,2,0\n3,4,1\n" * 5)
     with pytest.raises(DataError, match=r"augment= is for images in bytes or from 0 to 1, and a sample is \(2,\)"):
         ewc.finetune("mlp?hidden=8", f"csv:{tmp_path / 't.csv'}?augment=flip", **QUICK)

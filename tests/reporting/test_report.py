@@ -411,7 +411,7 @@ def test_the_page_goes_where_one_expects_it_and_replaces_only_reports(ewc_ft, tm
     assert "<title>A title</title>" in (tmp_path / "report.html").read_text()
     (tmp_path / "a.run/report.html").write_text("my own notes")
     assert "exists" in ewc_ft("report", "a.run", expect=1).stderr
-    assert "one of the inputs" in ewc_ft("report", "a.run", "-o", "a.run/run.json", "--overwrite", expect=1).stderr
+    assert "one of the inputs" in ewc_ft("report", "a.run", "-o", "a.run/run.json", "--overwrite", expect=2).stderr
 
 
 def test_a_run_named_twice_counts_once(tmp_path):

@@ -1,7 +1,7 @@
 """Encoders of transformers that become classifiers: their weights under a head that is fresh.
 
 What `AutoModelForSequenceClassification` and `AutoModelForImageClassification` do with a folder that has no head, with
-two differences: only whole modules may be missing, and what is written is a folder of the classifier.
+two differences: of the encoder only its pooler may be missing, and what is written is a folder of the classifier.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from ewc_finetune.storage.atomic import atomic_folder, storage_errors
 from ewc_finetune.storage.lazy_tensors import write_tensors
 
 _FILE = "model.safetensors"
+# What an encoder may lack: it makes one vector of many, and many are shared without it.
+_POOLER = "pooler"
 
 
 class Encoder(HuggingFace):
@@ -54,14 +56,12 @@ class Encoder(HuggingFace):
         return getattr(require_transformers(), name)
 
     def _accept(self, kind: Any, model: Any, differing: Sequence[str], missing: Sequence[str]) -> None:
-        """Refuse weights of another shape, and modules of which a part alone is there; the others are fresh."""
+        """Refuse weights that differ from the encoder's; its pooler may be fresh, and all that is outside of it."""
         within = f"{model.base_model_prefix}."
-        modules = {name: name.removeprefix(within).partition(".")[0] for name in missing}
-        present = {name.removeprefix(within).partition(".")[0] for name in self.state}
-        inner = [name for name in missing if name.startswith(within) and modules[name] in present]
+        inner = [name for name in missing if name.startswith(within) and not name.startswith(f"{within}{_POOLER}.")]
         super()._accept(kind, model, differing, inner)
-        fresh = list(dict.fromkeys(modules.values()))
-        self.remarks += (f"{self.label}: made a {kind.__name__} of, in which {few(fresh)} is fresh",)
+        fresh = list(dict.fromkeys(name.removeprefix(within).partition(".")[0] for name in missing))
+        self.remarks += (f"{self.label}: a {kind.__name__} is made of it; what is fresh in it: {few(fresh)}",)
 
     def _check_names(self, model: nn.Module, text: str) -> None:
         state = names_of_file(model, cpu_state(model))
