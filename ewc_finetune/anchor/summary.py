@@ -12,6 +12,7 @@ from torch import Tensor
 from ewc_finetune.anchor import describe
 from ewc_finetune.anchor.kronecker_tensors import StoredBlock
 from ewc_finetune.anchor.provenance import Provenance
+from ewc_finetune.data.columns import columns_of
 from ewc_finetune.errors import counted, few
 from ewc_finetune.hub.address import HubAddress
 from ewc_finetune.storage.lazy_tensors import TensorFile, shapes_of
@@ -112,6 +113,7 @@ class Inspection:
             ("classes", "" if origin.classes is None else ", ".join(origin.classes)),
             ("normalisation", describe.normalisation(origin.normalisation)),
             ("left free", "; ".join(f"{', '.join(n) if every_layer else few(n)}: {reason}" for reason, n in free)),
+            ("columns", columns_of(origin.input)),
             ("lineage", "; ".join(map(describe.ancestor, origin.lineage))),
             *((f"parent {n}", describe.parent(parent)) for n, parent in enumerate(parents, start=1)),
         ]

@@ -218,6 +218,13 @@ def _torchvision(name: str) -> Callable[..., object]:
     return make
 
 
+def torchvision_meant(name: str) -> str:
+    """Ask whether a model of torchvision was meant by its bare name; nothing if there is none of that name."""
+    from torchvision.models import list_models
+
+    return f" Did you mean {TORCHVISION}{name}?" if name.partition("?")[0] in list_models() else ""
+
+
 def _timm(name: str) -> Callable[..., object]:
     timm = require_timm()
     if not timm.is_model(name):

@@ -14,6 +14,7 @@ from ewc_finetune.checkpoint import verification
 from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.location import locate, on_this_machine
 from ewc_finetune.checkpoint.open import globals_asked_for, load_checkpoint, open_checkpoint
+from ewc_finetune.data.columns import columns_of
 from ewc_finetune.errors import ArchitectureError, CheckpointError, counted, few
 from ewc_finetune.modules.modes import normalisation_layers
 
@@ -78,6 +79,7 @@ class CheckpointInspection:
             ("normalisation", few(self.normalisation)),
             ("likelihood", self.metadata.likelihood or ""),
             ("classes", few(self.metadata.classes or [])),
+            ("columns", columns_of(self.metadata.input)),
             ("lineage", "; ".join(map(describe.ancestor, self.metadata.lineage))),
             ("verified", self.verified or ""),
             ("unsafe", f"its pickle asks for {few(self.unsafe)}" if self.unsafe else ""),

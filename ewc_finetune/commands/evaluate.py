@@ -70,6 +70,8 @@ def plan(options: EvaluateOptions) -> EvaluationPlan:
     loaded, head = open_model(options.model, options.architecture, trust_code=options.trust_code), options.head
     for remark in loaded.remarks:
         options.progress.note(remark)
+    if head is None and loaded.metadata.head is not None:
+        options.progress.note("scored with the head that the model was given last; for an old domain's: --head ANCHOR")
     if head is not None:
         anchor = head if isinstance(head, Anchor) else Anchor.open(head)
         classes = replace(loaded.metadata, classes=anchor.provenance.classes)

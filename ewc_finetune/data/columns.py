@@ -58,6 +58,13 @@ def describe(columns: Sequence[Column]) -> str:
     return ", ".join(filter(None, parts))
 
 
+def columns_of(document: Mapping[str, Any]) -> str:
+    """Say which columns a record of inputs has and what is done to them, for people; nothing if it has none."""
+    columns = read_columns(document)
+    names, done = ", ".join(column.name for column in columns), describe(columns)
+    return f"{names}; {done}" if done else names
+
+
 def read_columns(document: Mapping[str, Any]) -> tuple[Column, ...]:
     """Return the columns that a record of inputs has, none if it has none; see `are_columns`."""
     return tuple(

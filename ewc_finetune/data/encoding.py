@@ -80,7 +80,8 @@ def find_columns(frame: Frame, names: Sequence[str], options: DataOptions, train
             f"{frame.path}: not all values are numbers in {columns} {few(said)}. "
             + ("If a comma is the decimal point, say decimal=comma. " if commas else "")
             + f"Leave out what says nothing (ignore={listed}), make categories of texts (onehot={listed}), or say "
-            "which is the target or the text of each row (target=COLUMN, text=COLUMN)"
+            "which is the target or the text of each row (target=COLUMN, text=COLUMN). If the first line is a row like "
+            "the others: header=0"
         )
     return tuple(found)
 

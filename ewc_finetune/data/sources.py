@@ -21,6 +21,7 @@ from ewc_finetune.data.draw import are_classes, describe_draw, draw_evenly
 from ewc_finetune.data.hugging_face import ImageColumn, is_rows, load_hugging_face, of_rows
 from ewc_finetune.data.images import ImageFiles, load_image_folder, load_images
 from ewc_finetune.data.options import COMMON, DataOptions, read_options
+from ewc_finetune.data.relabelling import relabelled
 from ewc_finetune.data.table import Table
 from ewc_finetune.data.table_files import ENDINGS as TABLES
 from ewc_finetune.data.tables import load_npz, load_table
@@ -154,12 +155,12 @@ def _select(domain: Domain, options: DataOptions) -> Domain:
 
 
 def _offset(domain: Domain, offset: int) -> Domain:
-    """Return a domain of a table, of texts or of arrays with other numbers of its classes.
+    """Return a domain with other numbers of its classes.
 
     Raises:
         DataError: if there are negative ones among them.
     """
-    labels, samples = cast("Tensor", domain.labels), domain.samples
+    labels = cast("Tensor", domain.labels)
     moved = labels + offset
     if moved.numel() and not are_classes(labels):
         raise DataError(f"{domain.name}: offset= is of numbers of classes, and its labels are none")
@@ -168,14 +169,7 @@ def _offset(domain: Domain, offset: int) -> Domain:
             f"{domain.name}: offset={offset} makes the label {int(labels.min())} a negative one; classes are numbered "
             "from 0"
         )
-    renumbered: Dataset[Any]
-    if isinstance(samples, Table):
-        renumbered = samples.with_labels(moved)
-    elif isinstance(samples, (Texts, ImageColumn)):
-        renumbered = replace(samples, labels=moved)
-    else:
-        renumbered = TensorDataset(cast("TensorDataset", samples).tensors[0], moved)
-    return replace(domain, samples=renumbered, labels=moved, classes=None)
+    return relabelled(domain, moved, None)
 
 
 def _said(domain: Domain, options: DataOptions) -> Transform:
@@ -217,8 +211,8 @@ def _check_options(domain: Domain, options: DataOptions) -> None:
         (options.changes_images, images, "its samples are no images, so they cannot be resized, turned or permuted"),
         (
             options.offset,
-            arrays or isinstance(samples, (Texts, ImageColumn)),
-            "offset is for tables, texts, arrays and images in memory",
+            arrays or isinstance(samples, (Texts, ImageColumn, ImageFiles)),
+            "offset is for tables, texts, arrays and images",
         ),
         (options.classes, domain.labels is not None, "its labels are not known beforehand, so none can be chosen"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,11 @@ from ewc_finetune.data.input_spec import InputSpec, find_input_spec
 from ewc_finetune.errors import ArchitectureError, DataError
 from ewc_finetune.evaluation.presenting import say_numbers
 from ewc_finetune.likelihood.base import Likelihood, RealValued
+from ewc_finetune.likelihood.gaussian import Gaussian
 from ewc_finetune.progress import Progress
+
+# Targets of a regression that deviate by more from their mean are remarked on.
+_LARGE_DEVIATION = 10.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ def bind(
         )
     if domain.labels is not None:
         likelihood.check_targets(domain.labels, output_shape, domain.name)
+        _say_scale(domain, likelihood, progress)
     for remark in domain.remarks:
         progress.note(f"{domain.name}: {remark}")
     progress.note(f"{domain.name}: samples of {input_spec.describe()}")
@@ -86,6 +92,20 @@ def bind(
     if metadata.classes and domain.classes:
         _compare_classes(metadata.classes, domain.classes, domain.name, progress)
     return BoundDomain(domain, input_spec, likelihood, output_shape)
+
+
+def _say_scale(domain: Domain, likelihood: Likelihood, progress: Progress) -> None:
+    """Say so where targets are of another size than the gaussian likelihood, lambda and learning rate are meant for."""
+    if likelihood.name != Gaussian.name or domain.labels is None or not domain.labels.numel():
+        return
+    deviation = float(domain.labels.double().std(correction=0))
+    if deviation > _LARGE_DEVIATION:
+        unit = 10 ** round(math.log10(deviation))
+        way = f": unit={unit} divides by that" if domain.columns else ""
+        progress.note(
+            f"warning: {domain.name}: its targets deviate by {deviation:,.0f} from their mean, where learning rate and "
+            f"lambda are meant for about 1. Give them in a larger unit, here and wherever this model is used{way}"
+        )
 
 
 def _compare_classes(model: Sequence[str], data: Sequence[str], name: str, progress: Progress) -> None:

@@ -17,6 +17,7 @@ from ewc_finetune.data.hugging_face import ImageColumn
 from ewc_finetune.data.images import ImageFiles
 from ewc_finetune.data.input_spec import InputSpec
 from ewc_finetune.data.preprocessing import preprocessed
+from ewc_finetune.data.relabelling import numbered_as
 from ewc_finetune.data.table import Table
 from ewc_finetune.data.transform import Assumption, Transform
 from ewc_finetune.errors import UsageError, few
@@ -37,9 +38,10 @@ def presented(domain: Domain, loaded: LoadedModel, progress: Progress) -> Domain
     """Return a domain whose batches are what the model takes, but for the input spec, which one sample shows.
 
     Raises:
-        DataError: see `preprocessed`.
+        DataError: see `preprocessed` and `numbered_as`.
         UsageError: if the data says what the model's own image processor says.
     """
+    domain = numbered_as(domain, loaded.metadata.classes)
     if isinstance(domain.samples, Table):
         return as_inputs(domain, loaded, progress)
     encoded = preprocessed(domain, loaded.task, loaded.model, loaded.label)
@@ -79,7 +81,8 @@ def as_inputs(domain: Domain, loaded: LoadedModel, progress: Progress) -> Domain
         return replace(domain, samples=inputs, columns=columns)
     more = [name for name in table.names if name not in {column.name for column in columns}]
     if more:
-        progress.note(f"{domain.name}: left out, for the model was not trained on them: {few(more)}")
+        target = "" if domain.labels is not None else ". If the target is among them, name it with target="
+        progress.note(f"{domain.name}: left out, for the model was not trained on them: {few(more)}{target}")
     # Whatever a file calls them, for later data they are called what they were in training.
     columns = tuple(replace(now, name=then.name) for now, then in zip(columns, recorded, strict=True))
     if columns == recorded:

@@ -49,6 +49,7 @@ def give_head(
     else:
         raise DataError(f"{domain.name} does not show its labels beforehand; give a dataset to expand the head for")
     if head == "new":
+        say_first_label(domain, progress)
         progress.note(f"head {name}: a new one, with {counted(outputs, 'output')} in the place of {layer.out_features}")
     elif outputs > layer.out_features:
         progress.note(
@@ -69,6 +70,16 @@ def give_head(
             head={"parameters": list(names), "id": _head_id(start, domain, seed)},
         )
     return replace(start, metadata=metadata)
+
+
+def say_first_label(domain: Domain, progress: Progress) -> None:
+    """Say so where the numbers of a domain's classes do not begin at 0, of which a model gets outputs for nothing."""
+    first = 0 if domain.classes is not None or domain.labels is None else int(domain.labels.min())
+    if first > 0:
+        progress.note(
+            f"{domain.name}: its labels begin at {first}, and the model gets outputs for those from 0 on, which no "
+            f"sample has; offset=-{first} numbers them from 0"
+        )
 
 
 def head_names(head: tuple[str, nn.Linear] | None) -> tuple[str, ...]:

@@ -14,7 +14,9 @@ from ewc_finetune.anchor.heads import of_one_head
 from ewc_finetune.anchor.lineage import distinct, lineage_of
 from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.open import LoadedModel
+from ewc_finetune.choices import Head
 from ewc_finetune.data.augmentation import check_augmented
+from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.input_spec import InputSpec
 from ewc_finetune.errors import DataError, UsageError
 from ewc_finetune.evaluation.bound_domain import BoundDomain, bind
@@ -101,7 +103,7 @@ def ready(plan: Plan, strengths: Sequence[float] | None, progress: Progress) -> 
 
 def _matched(plan: Plan, strengths: Sequence[float], undoing: contextlib.ExitStack, progress: Progress) -> Job:
     start, options, anchors = plan.start, plan.options, plan.anchors
-    domain = presented(plan.domain, start, progress)
+    domain = presented(plan.domain, _as_headed(start, options.head, plan.domain), progress)
     if domain.augment:
         check_augmented(domain, domain.first())
     if options.head == "new" and is_headless(start.model):
@@ -126,7 +128,8 @@ def _matched(plan: Plan, strengths: Sequence[float], undoing: contextlib.ExitSta
             raise DataError(f"{new.domain.name} has no labels, and fine-tuning needs them")
     loss = _loss(plan, new)
     say_anchors(anchors, new.input_spec, progress)
-    watched = _watched(plan, start, new.input_spec, progress)
+    names = class_names(known, domain, options.head)
+    watched = _watched(plan, start, new.input_spec, names, progress)
     growing = head_names(old) if old is not None and options.head == "expand" else ()
     frozen = _frozen(start.model, options.freeze)
     with _frozen_in(frozen):
@@ -139,7 +142,7 @@ def _matched(plan: Plan, strengths: Sequence[float], undoing: contextlib.ExitSta
     metadata = ModelMetadata(
         architecture=known.architecture,
         input=new.input_spec.to_json(),
-        classes=class_names(known, domain, options.head),
+        classes=names,
         head=known.head,
         lineage=distinct([*known.lineage, *lineage_of(anchors, strengths)]),
         frozen=known.frozen,
@@ -212,13 +215,27 @@ def _rehearsal(plan: Plan, start: LoadedModel, progress: Progress) -> Rehearsal 
     return rehearsal
 
 
-def _watched(plan: Plan, start: LoadedModel, input_spec: InputSpec, progress: Progress) -> list[BoundDomain]:
-    """Return the domains to score, as the model takes them."""
+def _as_headed(start: LoadedModel, head: Head, domain: Domain) -> LoadedModel:
+    """Return the model with the names that its outputs will have, as far as the old ones have a part in them."""
+    known, own = start.metadata, domain.classes or ()
+    names = None if head == "new" or known.classes is None else list(known.classes)
+    if names is not None and head == "expand":
+        names += [name for name in own if name not in names]
+    return replace(start, metadata=replace(known, classes=names))
+
+
+def _watched(
+    plan: Plan, start: LoadedModel, input_spec: InputSpec, names: list[str] | None, progress: Progress
+) -> list[BoundDomain]:
+    """Return the domains to score, as the model takes them; `names` are those of its outputs, where they are known."""
     known = start.metadata
     # Where nothing is known of the model, all its data are as the new domain says.
-    alike = start if known.input else replace(start, metadata=replace(known, input=input_spec.to_json()))
+    known = known if known.input else replace(known, input=input_spec.to_json())
     watched = []
     for scored in plan.scored:
+        # An old domain under a new head has classes of its own.
+        mine = names is not None and (plan.options.head != "new" or set(scored.classes or ()) <= set(names))
+        alike = replace(start, metadata=replace(known, classes=names if mine else None))
         domain = presented(scored, alike, Silent())
         watched.append(bind(start, domain, plan.likelihood, plan.device, Silent()))
         for remark in domain.remarks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from ewc_finetune.anchor.anchor import Anchor
-from ewc_finetune.checkpoint.architecture import FORMS, looks_like_architecture
+from ewc_finetune.checkpoint.architecture import FORMS, looks_like_architecture, torchvision_meant
 from ewc_finetune.checkpoint.formats.from_anchor import FromAnchor
 from ewc_finetune.checkpoint.location import is_there
 from ewc_finetune.checkpoint.open import LoadedModel, open_checkpoint, open_fresh, open_model
@@ -27,6 +26,7 @@ from ewc_finetune.evaluation.presenting import informed
 from ewc_finetune.finetuning.aims import Aim, aim_of
 from ewc_finetune.finetuning.best_state import selecting
 from ewc_finetune.finetuning.fingerprint import identify
+from ewc_finetune.finetuning.head import say_first_label
 from ewc_finetune.finetuning.options import FinetuneOptions
 from ewc_finetune.finetuning.outputs import check_outputs
 from ewc_finetune.finetuning.request import listed
@@ -46,8 +46,6 @@ from ewc_finetune.runs.idle import FINETUNE, say_idle
 from ewc_finetune.runs.record import Run, read_run, recover_run
 from ewc_finetune.specs.options import check_declared
 
-# Targets of a regression that deviate by more from their mean are remarked on.
-_LARGE_DEVIATION = 10.0
 # Options that take a part of data, which is the same data still.
 _PARTS = ("split", "limit", "first")
 
@@ -216,7 +214,10 @@ def _open_start(options: FinetuneOptions, anchors: Sequence[Anchor], domain: Dom
             new_head = options.head == "new"
             return open_model(model, architecture, trust_code=options.trust_code, new_head=new_head), False
     if not looks_like_architecture(str(model)):
-        raise CheckpointError(f"there is no checkpoint at {model}, and it names no architecture either: {FORMS}")
+        raise CheckpointError(
+            f"there is no checkpoint at {model}, and it names no architecture either: {FORMS}; a model folder on the "
+            f"Hub is hf:ORG/NAME.{torchvision_meant(str(model))}"
+        )
     if architecture is not None:
         raise UsageError(f"--model {model} is an architecture already; --arch says what a checkpoint file holds")
     return open_fresh(str(model), _sample_shape(domain), _count_outputs(options, domain), options.seed), True
@@ -227,27 +228,10 @@ def _count_outputs(options: FinetuneOptions, domain: Domain) -> int:
     labels = domain.labels
     numbers = options.likelihood in ("gaussian", "bernoulli") or (options.likelihood is None and domain.real_valued)
     if numbers and labels is not None and labels.ndim <= 2:
-        _say_scale(options.progress, domain)
         return 1 if labels.ndim == 1 else labels.shape[1]
     outputs = domain.count_classes(dense=isinstance(domain.samples, Table))
-    if domain.classes is None and labels is not None and int(labels.min()) > 0:
-        options.progress.note(
-            f"{domain.name}: its labels begin at {int(labels.min())}, and the model gets outputs for those from 0 on, "
-            f"which no sample has; offset=-{int(labels.min())} numbers them from 0"
-        )
+    say_first_label(domain, options.progress)
     return outputs
-
-
-def _say_scale(progress: Progress, domain: Domain) -> None:
-    """Say so where targets are of another size than the gaussian likelihood, lambda and learning rate are meant for."""
-    deviation = float(domain.labels.double().std(correction=0)) if domain.labels is not None else 1.0
-    if deviation > _LARGE_DEVIATION:
-        unit = 10 ** round(math.log10(deviation))
-        way = f": unit={unit} divides by that" if isinstance(domain.samples, Table) else ""
-        progress.note(
-            f"{domain.name}: its targets deviate by {deviation:,.0f} from their mean, where learning rate and lambda "
-            f"are meant for about 1. Give them in a larger unit, here and wherever this model is used{way}"
-        )
 
 
 def _sample_shape(domain: Domain) -> tuple[int, ...]:

@@ -70,15 +70,62 @@ def test_names_in_the_order_of_the_outputs(wine, checkpoint, tmp_path):
     assert not notes.about("warning")
     anchor = ewc.consolidate(**checkpoint, data=spec)
     assert anchor.provenance.classes == list(ORDER)
-    # Who has the names later is not asked to guess, and names in another order are refused with what would be right.
+    # Who has the names later is not asked to guess, and labels get the numbers of the names.
     notes = Notes()
     ewc.finetune(
         **checkpoint, data=spec, anchors=anchor, epochs=0, eval_on=[], output=tmp_path / "m.pt", progress=notes
     )
     assert not notes.about("numbered")
     assert open_model(tmp_path / "m.pt", checkpoint["architecture"]).metadata.classes == list(ORDER)
-    with pytest.raises(DataError, match="in their order: labels=grignolino,barbera,barolo"):
-        ewc.evaluate(tmp_path / "m.pt", wine, architecture=checkpoint["architecture"])
+    (score,) = ewc.evaluate(tmp_path / "m.pt", wine, architecture=checkpoint["architecture"])
+    assert score.accuracy == 1
+
+
+def named(path, labels):
+    """A table whose inputs say the label."""
+    rows = "".join(
+        f"{'amber green red white'.split().index(label)},{n % 5},{label}\n" for n, label in enumerate(labels)
+    )
+    path.write_text(f"a,b,label\n{rows}")
+    return f"table:{path}"
+
+
+def test_labels_that_are_names_get_the_numbers_of_the_model(tmp_path):
+    """Also where a file has not all of them; some of them beside others are refused, and others alone remarked on."""
+    all_three = named(tmp_path / "all.csv", ["amber", "green", "red"] * 40)
+    two = named(tmp_path / "two.csv", ["red", "green"] * 20)
+    training = {"epochs": 40, "lr": 1e-2, "batch_size": 20}
+    done = ewc.finetune("mlp?hidden=16", all_three, output=tmp_path / "m.pt", eval_on={"two": two}, **training)
+    assert done.after["two"].accuracy == 1
+    assert ewc.evaluate(tmp_path / "m.pt", two)[0].accuracy == 1
+    more = named(tmp_path / "more.csv", ["amber", "white"] * 20)
+    for call in (ewc.evaluate, ewc.consolidate):
+        with pytest.raises(
+            DataError, match="'white' is no class of the model's, which are amber, green, red. Leave such"
+        ):
+            call(tmp_path / "m.pt", more)
+    notes = Notes()
+    other = named(tmp_path / "other.csv", ["white"] * 20)
+    ewc.evaluate(tmp_path / "m.pt", other, progress=notes)
+    assert notes.about("its classes are not called what the model's are")
+    # Outputs are added behind those that there are, and a new head begins anew.
+    longer = {**training, "epochs": 200}
+    for head, outputs, scored in (("expand", 4, {"more": more}), ("new", 2, {"more": more, "old": two})):
+        done = ewc.finetune(tmp_path / "m.pt", more, head=head, eval_on=scored, **longer)
+        assert done.after["more"].accuracy == 1
+        assert done.model.head.out_features == outputs
+
+
+def test_images_get_the_numbers_of_the_model_too(tmp_path):
+    for folder, names in (("all", ("cat", "dog", "eel")), ("two", ("dog", "eel"))):
+        for name in names:
+            (tmp_path / folder / name).mkdir(parents=True)
+            for n in range(4):
+                color = {"cat": (250, 0, n), "dog": (0, 250, n), "eel": (0, n, 250)}[name]
+                Image.new("RGB", (8, 8), color).save(tmp_path / folder / name / f"{n}.png")
+    every, two = (f"imagefolder:{tmp_path / folder}" for folder in ("all", "two"))
+    ewc.finetune("mlp?hidden=16", every, output=tmp_path / "m.pt", epochs=40, lr=1e-2, batch_size=4, eval_on=[])
+    assert ewc.evaluate(tmp_path / "m.pt", two)[0].accuracy == 1
 
 
 def test_fresh_weights_and_new_heads_have_no_order_to_guess(wine):
