@@ -98,7 +98,7 @@ def _head_id(start: LoadedModel, domain: Domain, seed: int) -> str:
 def class_names(metadata: ModelMetadata, domain: Domain, head: Head) -> list[str] | None:
     """Return the names of the outputs, where all of them are known."""
     if head == "expand":
-        return None
+        return metadata.classes if domain.classes == tuple(metadata.classes or ()) else None
     known = None if domain.classes is None else list(domain.classes)
     if head == "new":
         return None if known is None or domain.labels is None else known[: int(domain.labels.max()) + 1]

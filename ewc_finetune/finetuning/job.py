@@ -103,7 +103,8 @@ def ready(plan: Plan, strengths: Sequence[float] | None, progress: Progress) -> 
 
 def _matched(plan: Plan, strengths: Sequence[float], undoing: contextlib.ExitStack, progress: Progress) -> Job:
     start, options, anchors = plan.start, plan.options, plan.anchors
-    domain = presented(plan.domain, _as_headed(start, options.head, plan.domain), progress)
+    headed = _as_headed(start, options.head, plan.domain)
+    domain = presented(plan.domain, headed, progress)
     if domain.augment:
         check_augmented(domain, domain.first())
     if options.head == "new" and is_headless(start.model):
@@ -128,7 +129,7 @@ def _matched(plan: Plan, strengths: Sequence[float], undoing: contextlib.ExitSta
             raise DataError(f"{new.domain.name} has no labels, and fine-tuning needs them")
     loss = _loss(plan, new)
     say_anchors(anchors, new.input_spec, progress)
-    names = class_names(known, domain, options.head)
+    names = class_names(headed.metadata if options.head == "expand" else known, domain, options.head)
     watched = _watched(plan, start, new.input_spec, names, progress)
     growing = head_names(old) if old is not None and options.head == "expand" else ()
     frozen = _frozen(start.model, options.freeze)
