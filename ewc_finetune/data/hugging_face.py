@@ -135,7 +135,10 @@ def _load(address: Address, place: str, options: DataOptions) -> Mapping[str, An
             raise DataError(f"{path}, which {address} names, is empty")
         kind = _KINDS.get(path.suffix)
         if kind is None:
-            raise UsageError(f"{address}: {path.suffix or 'no ending'} is none of {', '.join(_KINDS)}")
+            raise UsageError(
+                f"{address}: {path.suffix or 'no ending'} is none of {', '.join(_KINDS)}. A file of columns with any "
+                "separator is table:FILE, one of lines text:FILE"
+            )
         arguments, settings = (kind,), {"data_files": str(path), "streaming": options.stream}
     else:
         arguments = (str(path) if path.is_dir() else place,)

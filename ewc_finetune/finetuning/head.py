@@ -74,12 +74,18 @@ def give_head(
 
 def say_first_label(domain: Domain, progress: Progress) -> None:
     """Say so where the numbers of a domain's classes do not begin at 0, of which a model gets outputs for nothing."""
-    first = 0 if domain.classes is not None or domain.labels is None else int(domain.labels.min())
-    if first > 0:
-        progress.note(
-            f"{domain.name}: its labels begin at {first}, and the model gets outputs for those from 0 on, which no "
-            f"sample has; offset=-{first} numbers them from 0"
-        )
+    if domain.labels is None or domain.classes is not None or not domain.labels.numel():
+        return
+    known = sorted(set(domain.labels.flatten().tolist()))
+    first = int(known[0])
+    if first <= 0:
+        return
+    named = ",".join(map(str, [*known[:5], *(["..."] if known[5:] else [])]))
+    way = f"offset=-{first}" if len(known) == known[-1] - first + 1 else f"labels={named}"
+    progress.note(
+        f"{domain.name}: its labels begin at {first}, and the model gets outputs for those from 0 on, which no sample "
+        f"has; {way} numbers them from 0"
+    )
 
 
 def head_names(head: tuple[str, nn.Linear] | None) -> tuple[str, ...]:

@@ -228,6 +228,19 @@ def test_heads_are_found_and_replaced():
         with_head_of(Small(), make_anchor(nn.Linear(2, 2), 0))
 
 
+@pytest.mark.parametrize(("labels", "way"), [((1, 2, 3), "offset=-1"), ((10, 20, 30), "labels=10,20,30")])
+def test_labels_that_do_not_begin_at_0(labels, way, tmp_path):
+    rows = "".join(f"{n % 3},{n % 5},{labels[n % 3]}\n" for n in range(30))
+    (tmp_path / "t.csv").write_text(f"a,b,label\n{rows}")
+    spec, head = f"table:{tmp_path / 't.csv'}", {"head": "new", "epochs": 0, "eval_on": []}
+    notes = Notes()
+    done = ewc.finetune(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 9)), spec, progress=notes, **head)
+    assert done.model[1].out_features == labels[-1] + 1
+    assert notes.about(f"sample has; {way} numbers them from 0")
+    followed = ewc.finetune(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 9)), f"{spec}?{way}", **head)
+    assert followed.model[1].out_features == 3
+
+
 def test_architectures_that_cannot_say_their_outputs(anchored, tmp_path, monkeypatch):
     (tmp_path / "with_head.py").write_text(
         "from torch import nn\nclass Net(nn.Sequential):\n"
