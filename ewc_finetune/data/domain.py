@@ -114,8 +114,9 @@ class Domain:
         if self.labels.ndim == 2:  # a probability, or an answer of yes and no, for each
             return self.labels.shape[1]
         least, most = int(self.labels.min()), int(self.labels.max())
-        different = len(set(self.labels.flatten().tolist()))
-        if least < 0 or (dense and most > _MANY_CLASSES and 2 * different < most):
+        # To count the different ones takes a while where there are many samples.
+        if least < 0 or (dense and most > _MANY_CLASSES and 2 * len(set(self.labels.tolist())) < most):
+            different = len(set(self.labels.tolist()))
             raise DataError(
                 f"{self.name}: its labels are {counted(different, 'different whole number')} from {least:,} to "
                 f"{most:,}, which number no classes from 0. If they are to be predicted as numbers: --likelihood "

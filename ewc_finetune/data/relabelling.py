@@ -41,7 +41,8 @@ def numbered_as(domain: Domain, names: Sequence[str] | None) -> Domain:
             f"{few(list(names))}. Leave such samples out, or give the model outputs for them (finetune --head expand, "
             "or --head new)"
         )
-    numbers = torch.tensor([list(names).index(name) for name in domain.classes])
+    number = {name: n for n, name in enumerate(names)}
+    numbers = torch.tensor([number[name] for name in domain.classes])
     return relabelled(domain, numbers[domain.labels], tuple(names))
 
 

@@ -51,7 +51,7 @@ class Starting:
 
     model: str | Path | nn.Module | None = option(
         help="Start from this checkpoint, or from fresh weights of an architecture (mlp, cnn, torchvision:NAME, "
-        "package.module:Class).",
+        "timm:NAME, package.module:Class).",
         read=str,
         metavar="MODEL",
         main=True,

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ewc_finetune.checkpoint.checkpoint import ModelMetadata, cpu_state
 from ewc_finetune.checkpoint.formats.safetensors_file import RECORD
@@ -25,7 +24,6 @@ from ewc_finetune.checkpoint.formats.transformers_folder import (
 from ewc_finetune.checkpoint.formats.transformers_task import classifier_of
 from ewc_finetune.errors import ArchitectureError, few
 from ewc_finetune.modules.heads import find_head
-from ewc_finetune.storage.atomic import atomic_folder, storage_errors
 from ewc_finetune.storage.lazy_tensors import write_tensors
 
 _FILE = "model.safetensors"
@@ -71,22 +69,10 @@ class Encoder(HuggingFace):
         if others:
             self.remarks += (f"{self.label}: {few(others)}: no part of a classifier, left out",)
 
-    def save(
-        self,
-        path: Path,
-        model: nn.Module,
-        metadata: ModelMetadata,
-        dtypes: Mapping[str, torch.dtype] | None = None,
-        *,
-        overwrite: bool = True,
-    ) -> None:
-        """See `Checkpoint`: a folder of the classifier, all of its weights in one file."""
-        with atomic_folder(path, overwrite=overwrite) as temporary, storage_errors(path):
-            self._copy_travelling(temporary)
-            state = names_of_file(model, cpu_state(model, dtypes))
-            self._say_classifier(temporary / "config.json", model, metadata)
-            header = {"format": "pt", RECORD: metadata.to_text()}
-            write_tensors(temporary / _FILE, path / _FILE, state, header)
+    def _write(self, folder: Path, model: nn.Module, state: Mapping[str, Tensor], metadata: ModelMetadata) -> None:
+        """See `HuggingFace`: all weights of the classifier in one file, and a config that is its own."""
+        self._say_classifier(folder / "config.json", model, metadata)
+        write_tensors(folder / _FILE, folder / _FILE, state, {"format": "pt", RECORD: metadata.to_text()})
 
     def _weights_files(self, path: Path) -> list[Path]:
         return [path / _FILE]

@@ -219,12 +219,15 @@ class HuggingFace(Checkpoint):
         """See `Checkpoint`; tokenizer, processor and configs are copied as they are."""
         with atomic_folder(path, overwrite=overwrite) as temporary, storage_errors(path):
             self._copy_travelling(temporary)
-            state = names_of_file(model, cpu_state(model, dtypes))
-            own = {name: tensor.to(self.state[name].dtype) for name, tensor in state.items() if name in self.state}
-            self._say_classes(temporary / "config.json", own, metadata)
-            stored = OrderedDict(own)
-            stored._metadata = OrderedDict()  # type: ignore[attr-defined]
-            self.weights.save_state(temporary / self.file.name, stored, metadata)
+            self._write(temporary, model, names_of_file(model, cpu_state(model, dtypes)), metadata)
+
+    def _write(self, folder: Path, model: nn.Module, state: Mapping[str, Tensor], metadata: ModelMetadata) -> None:
+        """Write the weights into a folder, and what its config says of classes."""
+        own = {name: tensor.to(self.state[name].dtype) for name, tensor in state.items() if name in self.state}
+        self._say_classes(folder / "config.json", own, metadata)
+        stored = OrderedDict(own)
+        stored._metadata = OrderedDict()  # type: ignore[attr-defined]
+        self.weights.save_state(folder / self.file.name, stored, metadata)
 
     def check_folder(self, path: Path) -> None:
         """Refuse to replace a folder that has anything in it but such a model, as it would be lost.
