@@ -24,7 +24,7 @@ def test_commands_are_understood(line):
 
 
 def test_there_are_commands():
-    assert len(COMMANDS) == 12
+    assert len(COMMANDS) == 13
 
 
 def test_the_tables_are_those_that_the_examples_made():

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 @options_from(ConsolidateOptions)
 @dry_run_option
 @printing_options
-def consolidate(model: str, data: str, output: str | None, dry_run: bool, printer: Printer, **options: Any) -> None:
+def consolidate(
+    model: str, data: list[str], output: str | None, dry_run: bool, printer: Printer, **options: Any
+) -> None:
     """Compute the Fisher of the checkpoint MODEL and save it, with the weights, as an anchor.
 
     The anchor stands in for the old data from then on. MODEL is a state dict (.pt, or in a trainer's file), safetensors

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 @config_option()
 @dry_run_option
 @printing_options
-def finetune(model: str | None, data: str, output: str | None, dry_run: bool, printer: Printer, **options: Any) -> None:
+def finetune(
+    model: str | None, data: list[str], output: str | None, dry_run: bool, printer: Printer, **options: Any
+) -> None:
     """Adapt a model to a new domain under the penalty of its anchors.
 
     Writes a checkpoint in the format that the anchor came from, and beside it a run folder: run.json, the same options
@@ -53,8 +55,8 @@ def finetune(model: str | None, data: str, output: str | None, dry_run: bool, pr
         printer.table(headers, rows)
     if not done.after:
         printer.note(
-            f"nothing was scored, for {data} has no test split: ewc-ft evaluate {done.output} --data DATA scores the "
-            "model, and --eval DATA would have"
+            f"nothing was scored, for {' + '.join(data)} has no test split: ewc-ft evaluate {done.output} --data DATA "
+            "scores the model, and --eval DATA would have"
         )
     printer.note(f"{done.output}: {counted(done.steps, 'step')}; the run is in {done.run}")
     printer.result(

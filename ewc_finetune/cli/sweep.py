@@ -30,7 +30,9 @@ def _of_run(options: MutableMapping[str, Any]) -> None:
 @config_option(_of_run)
 @dry_run_option
 @printing_options
-def sweep(model: str | None, data: str, output: str | None, dry_run: bool, printer: Printer, **options: Any) -> None:
+def sweep(
+    model: str | None, data: list[str], output: str | None, dry_run: bool, printer: Printer, **options: Any
+) -> None:
     """Fine-tune with many lambdas, and find the frontier of what is kept against what is learned.
 
     Every combination of stack, lambda, penalty form and seed is a run as finetune makes it, in one folder. Called

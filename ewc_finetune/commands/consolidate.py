@@ -33,12 +33,13 @@ from ewc_finetune.curvature.options import ConsolidateOptions
 from ewc_finetune.data.augmentation import refuse_augmented
 from ewc_finetune.data.domain import Domain, Fingerprint
 from ewc_finetune.data.input_spec import feed
-from ewc_finetune.data.sources import resolve_domain
+from ewc_finetune.data.mixture import drawn, names_together
+from ewc_finetune.data.sources import resolve_domains
 from ewc_finetune.errors import Mistakes, UsageError, counted
 from ewc_finetune.evaluation.bound_domain import BoundDomain, bind
 from ewc_finetune.evaluation.chance import say_numbering, warn_at_chance
 from ewc_finetune.evaluation.cost import Estimate, estimate_consolidation
-from ewc_finetune.evaluation.presenting import presented
+from ewc_finetune.evaluation.presenting import presented_together
 from ewc_finetune.evaluation.probe import take_probe
 from ewc_finetune.likelihood.base import Likelihood
 from ewc_finetune.likelihood.registry import get_likelihood
@@ -80,7 +81,7 @@ class ConsolidationPlan:
         options: The options that the command was given.
         loaded: The model.
         excluded: Parameters that get no curvature, each with the reason.
-        domain: The data to take curvature of.
+        domains: The data to take curvature of, together.
         likelihood: The likelihood of the model's outputs, those of every head included.
         device: The device to compute on.
         reference: Where the weights are that the anchor refers to, if it does.
@@ -89,7 +90,7 @@ class ConsolidationPlan:
     options: ConsolidateOptions
     loaded: LoadedModel
     excluded: dict[str, str]
-    domain: Domain
+    domains: list[Domain]
     likelihood: Likelihood
     device: torch.device
     reference: dict[str, Any] | None
@@ -122,8 +123,9 @@ def plan(options: ConsolidateOptions, opened: LoadedModel | None = None) -> Cons
     with mistakes.noted():
         device = choose_device(options.device)
     with mistakes.noted():
-        domain = resolve_domain(options.data, "train", options.data_dir)
-        refuse_augmented(domain, "consolidate")
+        domains = resolve_domains(options.data, "train", options.data_dir, weighted=True)
+        for domain in domains:
+            refuse_augmented(domain, "consolidate")
     with mistakes.noted():
         loaded = opened or open_model(model, architecture, trust_code=options.trust_code)
         excluded = _excluded(loaded.model, options.exclude)
@@ -136,11 +138,11 @@ def plan(options: ConsolidateOptions, opened: LoadedModel | None = None) -> Cons
             f"{architecture} is no subclass of torch.nn.Module in a module of your own, and a file may name nothing "
             "else: give --arch again with the anchor"
         )
-    if options.samples == "auto" and not domain.indexable:
-        progress.note(f"{domain.name} comes in an order of its own, in which --samples auto takes it")
-    rule = get_likelihood(options.likelihood or loaded.likelihood([domain]))
+    if options.samples == "auto" and not domains[0].indexable:
+        progress.note(f"{domains[0].name} comes in an order of its own, in which --samples auto takes it")
+    rule = get_likelihood(options.likelihood or loaded.likelihood(domains))
     reference = refer_to_hub(loaded) if options.anchor_weights == "reference" else None
-    return ConsolidationPlan(options, loaded, excluded, domain, rule, device, reference)
+    return ConsolidationPlan(options, loaded, excluded, domains, rule, device, reference)
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,10 @@ def _match(todo: ConsolidationPlan) -> Iterator[_Matched]:
     loaded, seed, progress = todo.loaded, todo.options.seed, todo.options.progress
     with on_device(loaded.model, todo.device), random_state_kept(todo.device, seed):
         start = time.perf_counter()
-        domain = presented(todo.domain, loaded, progress)
+        headed = loaded
+        if loaded.metadata.classes is None and (names := names_together(todo.domains)) is not None:
+            headed = replace(loaded, metadata=replace(loaded.metadata, classes=list(names)))
+        domain = drawn(presented_together(todo.domains, headed, progress))
         prepared = time.perf_counter() - start
         say_numbering(domain, loaded, progress)
         bound = bind(loaded, domain, todo.likelihood, todo.device, progress)
@@ -266,7 +271,7 @@ def _provenance(todo: ConsolidationPlan, matched: _Matched, fisher: Fisher, fing
     options, loaded, domain = todo.options, todo.loaded, matched.bound.domain
     lineage, head = options.lineage, options.head
     return Provenance(
-        name=options.name or _name_of(domain),
+        name=options.name or "+".join(map(_name_of, todo.domains)),
         created=_created(),
         versions={"ewc_finetune": __version__, "torch": torch.__version__, **loaded.versions},
         checkpoint={

@@ -32,11 +32,12 @@ def finetune(options: FinetuneOptions) -> Finetuned:
     return run(plan(options))
 
 
-def default_output(model: str | Path | None, anchors: Sequence[str | Path], data: str) -> Path:
+def default_output(model: str | Path | None, anchors: Sequence[str | Path], data: str | Sequence[str]) -> Path:
     """Return where the checkpoint goes: beside the newest anchor, else the model, named for it and the new data."""
     there = model is not None and is_there(model)
     named = local_name(str(model)) if there else Path(str(model).partition("?")[0].replace(":", "-"))
     source = local_name(anchors[-1]) if anchors else named
     stem = beside(source, "").name.removesuffix(".anchor")
     ending = ending_of(model if model is not None and there else anchors[-1] if anchors else source)
-    return source.with_name(f"{stem}-{re.sub(r'[^A-Za-z0-9]+', '-', data).strip('-')}{ending}")
+    each = [re.sub(r"[^A-Za-z0-9]+", "-", one).strip("-") for one in ([data] if isinstance(data, str) else data)]
+    return source.with_name(f"{stem}-{'+'.join(each)}{ending}")

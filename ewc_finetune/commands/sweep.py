@@ -30,6 +30,6 @@ def sweep(options: SweepOptions) -> Sweep:
     return run(plan(options))
 
 
-def default_folder(model: str | Path | None, stack: Sequence[str | Path], data: str) -> Path:
+def default_folder(model: str | Path | None, stack: Sequence[str | Path], data: str | Sequence[str]) -> Path:
     """Return where a sweep goes: beside the first stack's newest anchor, named for it and the new data."""
     return beside(default_output(model, stack, data), ".sweep")

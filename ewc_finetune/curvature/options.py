@@ -86,7 +86,11 @@ class Consolidating:
 
     model: str | Path | nn.Module | None = option()
     data: Any = option(
-        help="The data that the model was trained on.", required=True, main=True, once=True, metavar="DATA"
+        help="The data that the model was trained on; repeatable, each with its ?weight=.",
+        required=True,
+        main=True,
+        many=True,
+        metavar="DATA",
     )
     _: KW_ONLY
     architecture: str | None = option(

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from ewc_finetune.data.columns import Column
+from ewc_finetune.data.draw import Part, draw_parts
 from ewc_finetune.data.transform import Assumption, Transform
 from ewc_finetune.errors import DataError, counted, first_line
 from ewc_finetune.likelihood.active import Active
@@ -47,6 +48,9 @@ class Domain:
         remarks: What a reader should know of how the samples were chosen.
         columns: What was done to the columns of a table; none for other data.
         as_columns: Whether one label to a sample is given as `(n, 1)`, for a model with one real output.
+        weight: How often each sample is to be taken in an epoch, in the mean, where it is mixed with others; see
+            `mixture`. Once unless given.
+        parts: The domains that were mixed, of which each walk draws its own share; none where nothing was.
     """
 
     name: str
@@ -64,6 +68,8 @@ class Domain:
     remarks: tuple[str, ...] = ()
     columns: tuple[Column, ...] = ()
     as_columns: bool = False
+    weight: float | None = None
+    parts: tuple[Part, ...] = ()
 
     @property
     def real_valued(self) -> bool:
@@ -83,7 +89,9 @@ class Domain:
 
     @property
     def size(self) -> int | None:
-        """The number of samples, or None where it is not known before they have been read."""
+        """The number of samples, of one walk; None where it is not known before they have been read."""
+        if self.parts:
+            return sum(part.drawn for part in self.parts)
         counted = self.samples.dataset if isinstance(self.samples, DataLoader) else self.samples
         return len(cast("Sized", counted)) if _is_map_style(counted) else None
 
@@ -162,7 +170,7 @@ class Domain:
             samples = TensorDataset(*(tensor[chosen] for tensor in self.samples.tensors))
         else:
             samples = Subset(self.samples, indices)  # type: ignore[arg-type]
-        return replace(self, samples=samples, labels=labels)
+        return replace(self, samples=samples, labels=labels, parts=())
 
     def batches(
         self, batch_size: int, shuffle: torch.Generator | None = None, *, workers: int = 0, skip: int = 0
@@ -180,9 +188,8 @@ class Domain:
         """
         if isinstance(self.samples, TensorDataset) and not self.read_singly:
             # Whole batches are cut from the tensors: no loader, no collating of single samples.
-            tensors, size = self.samples.tensors, len(self.samples)
-            order = None if shuffle is None else torch.randperm(size, generator=shuffle)
-            for start in range(skip * batch_size, size, batch_size):
+            tensors, order = self.samples.tensors, self._order(shuffle)
+            for start in range(skip * batch_size, self.size or 0, batch_size):
                 if order is None:
                     yield self._read([tensor[start : start + batch_size] for tensor in tensors])
                 else:  # twice as fast as by brackets
@@ -198,6 +205,12 @@ class Domain:
                 "of one shape; for images of several sizes add ?size=PIXELS"
             ) from error
 
+    def _order(self, shuffle: torch.Generator | None) -> Tensor | None:
+        """Return the numbers of the samples of one walk; None for all, as they come."""
+        if self.parts:
+            return draw_parts(self.parts, shuffle)
+        return None if shuffle is None else torch.randperm(self.size or 0, generator=shuffle)
+
     def _loader(self, batch_size: int, shuffle: torch.Generator | None, workers: int, skip: int) -> Iterable[Any]:
         samples: Any = self.samples
         # With a generator of its own, a loader takes nothing from torch's global one.
@@ -208,7 +221,8 @@ class Domain:
             return islice(DataLoader(samples, batch_size, **own), skip, None)
         if not self.indexable:
             return islice(samples, skip, None)
-        order = range(len(samples)) if shuffle is None else torch.randperm(len(samples), generator=shuffle).tolist()
+        drawn_order = self._order(shuffle)
+        order = range(len(samples)) if drawn_order is None else drawn_order.tolist()
         if workers and shuffle is not None:
             # Workers draw other random numbers in each epoch and take turns at the samples, so a run that goes on in
             # the middle of an epoch gets the same samples only if all before them are read again.

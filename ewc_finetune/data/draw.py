@@ -2,11 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 # The seed of every draw: a spec names the same samples whenever it is read.
 _SEED = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the domains that are mixed.
+
+    Attributes:
+        name: The domain's name.
+        samples: How many it has.
+        weight: How often each of them is taken in an epoch, in the mean.
+    """
+
+    name: str
+    samples: int
+    weight: float
+
+    @property
+    def drawn(self) -> int:
+        """How many samples an epoch has of it; one at least."""
+        return max(1, round(self.samples * self.weight))
+
+    def __str__(self) -> str:
+        every = f"all {self.samples:,}" if self.drawn == self.samples else f"{self.drawn:,} of {self.samples:,}"
+        return f"{every} of {self.name}"
+
+
+def draw_parts(parts: Sequence[Part], shuffle: torch.Generator | None) -> Tensor:
+    """Draw an epoch of what is mixed: of each part what its weight says, all samples as often as may be.
+
+    Args:
+        parts: The parts, whose samples are numbered one part after the other.
+        shuffle: Draws them, and their order; they are always the same, in the order of the data, unless given.
+    """
+    generator = torch.Generator().manual_seed(_SEED) if shuffle is None else shuffle
+    start, chosen = 0, []
+    for part in parts:
+        times, more = divmod(part.drawn, part.samples)
+        chosen += [torch.arange(start, start + part.samples)] * times
+        if more:
+            chosen.append(start + torch.randperm(part.samples, generator=generator)[:more])
+        start += part.samples
+    drawn = torch.cat(chosen)
+    return drawn.sort().values if shuffle is None else drawn[torch.randperm(len(drawn), generator=shuffle)]
 
 
 def are_classes(labels: Tensor | None) -> bool:

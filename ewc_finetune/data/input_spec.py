@@ -121,7 +121,7 @@ def find_input_spec(
     refusals = []
     if isinstance(sample, Tensor):
         shape, as_bytes = tuple(sample.shape[1:]), sample.dtype == torch.uint8
-        transform, raw = _transform_of(domain, sample)
+        transform, raw = transform_of(domain, sample)
         ways = (False, True) if len(shape) > 1 else (False,)
         input_specs = [InputSpec(shape, flat, as_bytes, None, transform, raw, domain.columns) for flat in ways]
     else:
@@ -152,7 +152,7 @@ def find_input_spec(
     raise DataError(f"{name}: a sample of {described} does not go into the model ({'; '.join(refusals)}){hint}")
 
 
-def _transform_of(domain: Domain, sample: Tensor) -> tuple[Transform, bool]:
+def transform_of(domain: Domain, sample: Tensor) -> tuple[Transform, bool]:
     """Return what is done to a domain's images, and whether that is what a sample is.
 
     Raises:

@@ -22,6 +22,8 @@ from ewc_finetune.specs.query import Address
 AUGMENTATIONS = ("flip", "crop", "rand")
 # The most classes of one range; a range of more is taken for a slip of the finger.
 _MANY_CLASSES = 1_000_000
+# The same of how often a sample is taken.
+_MOST_OFTEN = 1000
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class DataOptions:
         rotate: Turn images by so many degrees, counterclockwise.
         permute: Shuffle the pixels of every image alike, by this seed.
         augment: What is done to images at random each time that they are trained on: `flip`, `crop`, `rand`.
+        weight: Take each sample so often in an epoch, in the mean, where data is trained on, mixed with others or not.
         offset: Add so much to every label, after `classes`, where the model numbers these classes after others.
         active: The model's outputs that count for this data, in the numbers that labels have then; all unless given.
         text: The column of the texts.
@@ -72,6 +75,7 @@ class DataOptions:
     rotate: float | None = None
     permute: int | None = None
     augment: tuple[str, ...] = ()
+    weight: float | None = None
     offset: int = 0
     active: tuple[range, ...] | None = None
     text: str | None = None
@@ -258,6 +262,12 @@ def _above_zero(text: str) -> float:
     return float(text)
 
 
+def _weight(text: str) -> float:
+    if _above_zero(text) > _MOST_OFTEN:
+        raise ValueError
+    return float(text)
+
+
 def _share(text: str) -> float:
     if not 0 < float(text) < 1:
         raise ValueError
@@ -278,6 +288,7 @@ _READERS: dict[str, tuple[Callable[[str], object], str]] = {
     "channels": (lambda text: int(_one_of("1", "3")(text)), "1 (grey) or 3 (colour)"),
     "rotate": (_finite, "degrees such as 30 or -12.5"),
     "augment": (_augment, f"of {', '.join(AUGMENTATIONS)} one or several, joined by commas, none twice"),
+    "weight": (_weight, f"how often to take each sample, above 0 and up to {_MOST_OFTEN:,}, such as 0.1 or 2"),
     "offset": (_integer, "a whole number such as 10 or -1"),
     "active": (_classes, "outputs such as 0-4 or 0,2,7-9"),
     "permute": (_whole, "a seed, a whole number from 0"),

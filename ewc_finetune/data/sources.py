@@ -79,24 +79,48 @@ def names_code(spec: str) -> str | None:
     return head if all(part.isidentifier() for part in [*kind.split("."), place]) else None
 
 
-def resolve_domain(data: object, default_split: Split, data_dir: str | Path | None = None) -> Domain:
-    """Make a domain of a data spec (`load_domain`), or of a dataset or loader (`as_domain`, `of_rows`)."""
+def resolve_domain(
+    data: object, default_split: Split, data_dir: str | Path | None = None, *, weighted: bool = False
+) -> Domain:
+    """Make a domain of a data spec (`load_domain`), or of a dataset or loader (`as_domain`, `of_rows`).
+
+    Raises:
+        UsageError: if it has a weight, and is not `weighted`.
+    """
     if isinstance(data, str):
-        return load_domain(data, default_split, data_dir)
-    return of_rows(data, "data", DataOptions()) if is_rows(data) else as_domain(data)
+        domain = load_domain(data, default_split, data_dir)
+    else:
+        domain = of_rows(data, "data", DataOptions()) if is_rows(data) else as_domain(data)
+    if domain.weight is not None and not weighted:
+        raise UsageError(f"{domain.name}: weight= is for --data of finetune, sweep and consolidate; leave it out")
+    return domain
 
 
-def resolve_domains(data: Any, default_split: Split, data_dir: str | Path | None = None) -> list[Domain]:
-    """Make domains of one piece of data, of a list of specs or datasets, or of a dict of such by name.
+def resolve_domains(
+    data: Any, default_split: Split, data_dir: str | Path | None = None, *, weighted: bool = False
+) -> list[Domain]:
+    """Make domains of one piece of data, or of several (`items_of`). Datasets without a name are numbered.
 
-    A list of anything else is a list of batches: one domain. Datasets without a name are numbered.
+    Raises:
+        UsageError: see `resolve_domain`.
+    """
+    items = items_of(data)
+    domains = [resolve_domain(item, default_split, data_dir, weighted=weighted) for item in items]
+    if isinstance(data, Mapping):
+        return [replace(domain, name=name) for name, domain in zip(data, domains, strict=True)]
+    if len(items) == 1 and items[0] is data:
+        return domains
+    return [replace(d, name=f"data {i}") if d.name == "data" else d for i, d in enumerate(domains, start=1)]
+
+
+def items_of(data: Any) -> list[Any]:
+    """Return one piece of data, or those of a list of specs or datasets, or of a dict of such by name.
+
+    A list of anything else is a list of batches: one piece.
     """
     if isinstance(data, Mapping):
-        return [replace(resolve_domain(item, default_split, data_dir), name=name) for name, item in data.items()]
-    if not isinstance(data, (list, tuple)) or not all(map(_is_domain, data)):
-        return [resolve_domain(data, default_split, data_dir)]
-    domains = [resolve_domain(item, default_split, data_dir) for item in data]
-    return [replace(d, name=f"data {i}") if d.name == "data" else d for i, d in enumerate(domains, start=1)]
+        return list(data.values())
+    return list(data) if isinstance(data, (list, tuple)) and all(map(_is_domain, data)) else [data]
 
 
 def _is_domain(item: object) -> bool:
@@ -130,7 +154,7 @@ def _call(address: Address, module: str, name: str, default_split: Split) -> Dom
 
 def _select(domain: Domain, options: DataOptions) -> Domain:
     _check_options(domain, options)
-    domain = replace(domain, transform=_said(domain, options), augment=options.augment)
+    domain = replace(domain, transform=_said(domain, options), augment=options.augment, weight=options.weight)
     if options.active is not None:
         domain = replace(domain, active=tuple(sorted({output for part in options.active for output in part})))
     if not domain.indexable:

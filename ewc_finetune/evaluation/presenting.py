@@ -16,6 +16,7 @@ from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.hugging_face import ImageColumn
 from ewc_finetune.data.images import ImageFiles
 from ewc_finetune.data.input_spec import InputSpec
+from ewc_finetune.data.mixture import mixed
 from ewc_finetune.data.preprocessing import preprocessed
 from ewc_finetune.data.relabelling import numbered_as
 from ewc_finetune.data.table import Table
@@ -60,6 +61,24 @@ def presented(domain: Domain, loaded: LoadedModel, progress: Progress) -> Domain
     alike = assumption.transform.mean is not None and own.get("bytes_to_unit") is False and own.get("raw", True)
     domain = replace(domain, assumed=assumption, unit=domain.unit or (alike and domain.transform is not None))
     return _reshaped(domain, assumption, progress)
+
+
+def presented_together(domains: Sequence[Domain], loaded: LoadedModel, progress: Progress) -> Domain:
+    """Return what several domains make together (`mixed`), whose batches are what the model takes.
+
+    Where nothing is known of the model, it takes the columns of the first.
+
+    Raises:
+        DataError: see `presented` and `mixed`.
+        UsageError: likewise.
+    """
+    first, *others = domains
+    several = [presented(first, loaded, progress)]
+    known = loaded.metadata
+    if several[0].columns and not read_columns(known.input):
+        columns = [column.to_json() for column in several[0].columns]
+        loaded = replace(loaded, metadata=replace(known, input={**known.input, "columns": columns}))
+    return mixed([*several, *(presented(other, loaded, progress) for other in others)])
 
 
 def as_inputs(domain: Domain, loaded: LoadedModel, progress: Progress) -> Domain:

@@ -7,10 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ewc_finetune.data.domain import Domain
 from ewc_finetune.errors import UsageError
 from ewc_finetune.evaluation.score import Score
-from ewc_finetune.specs.query import parse
 
 
 @dataclass
@@ -64,38 +62,20 @@ def merit(scores: Sequence[Score], domains: Collection[str]) -> float:
     return -sum(score.loss for score in chosen) / len(chosen)
 
 
-def selecting(data: Any, watched: Sequence[Domain], specs: Sequence[str | None], select_on: Sequence[str]) -> list[str]:
-    """Return the names of the domains that a choice goes by: the new one, if it is scored, and those asked for.
+def selecting(new: str | None, select_on: Sequence[str]) -> list[str]:
+    """Return the names of the domains that a choice goes by.
 
     Args:
-        data: The new domain, as it was given.
-        watched: The domains that are scored.
-        specs: Of each of them the data spec, where it has one.
+        new: That of the new domain, if it is scored.
         select_on: Names of those asked for.
 
     Raises:
         UsageError: if there is none.
     """
-    names = [
-        domain.name
-        for domain, spec in zip(watched, specs, strict=True)
-        if isinstance(data, str) and spec is not None and same_source(spec, data)
-    ]
-    names += [name for name in select_on if name not in names]
+    names = list(dict.fromkeys([*([] if new is None else [new]), *select_on]))
     if not names:
         raise UsageError(
-            "to choose the best state, a domain must be scored: add --eval for the new one, or name those that the "
-            "choice goes by with --select-on"
+            "to choose the best state, a domain must be scored: name the new one's test data with --eval-new, or those "
+            "that the choice goes by with --select-on"
         )
     return names
-
-
-def same_source(one: str, other: str) -> bool:
-    """Whether two data specs name the same domain, be it by another split or fewer samples."""
-    first, second = parse(one), parse(other)
-    if first.head != second.head:
-        return False
-    return all(
-        first.options.get(key) == second.options.get(key)
-        for key in {*first.options, *second.options} - {"split", "limit", "first"}
-    )

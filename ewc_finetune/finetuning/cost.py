@@ -65,7 +65,9 @@ def _tried(todo: Plan, job: Job) -> Estimate:
         scoring = sum((_scoring(model, bound, 2 * size, device) or 0.0) for bound in job.watched)
         with float32_weights(model):
             batches = first_batches(job.new.domain, size, shuffle, TRIED * schedule.accumulate)
-            tried = replace(job.new, domain=replace(job.new.domain, samples=batches, labels=None, collate=None))
+            tried = replace(
+                job.new, domain=replace(job.new.domain, samples=batches, labels=None, collate=None, parts=())
+            )
             few = replace(schedule, epochs=min(1, schedule.epochs), log_every=1, eval_every=None, workers=0)
             with job.freezing(), Silent().bar("", None, "") as bar:
                 Trainer(replace(job, new=tried), few, shuffle, bar, clock).run()

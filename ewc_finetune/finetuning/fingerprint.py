@@ -23,10 +23,8 @@ _LOOKED_AT = 64
 def identify(
     start: LoadedModel,
     anchors: Sequence[Anchor],
-    domain: Domain,
-    scored: Sequence[Domain],
-    told: bool,
-    specs: Sequence[str | None],
+    trained: Sequence[tuple[Domain, bool]],
+    scored: Sequence[tuple[Domain, bool]],
     rehearsed: Sequence[Domain],
 ) -> dict[str, Any]:
     """Return what tells model, anchors and data of a run from others, each under what to call it.
@@ -34,25 +32,26 @@ def identify(
     Args:
         start: The model, before anything is done to it.
         anchors: Oldest first.
-        domain: The new domain.
-        scored: The domains to score.
-        told: Whether the new domain comes from a spec, so that it is the same whenever it is read.
-        specs: Of the domains to score the spec, where they have one.
+        trained: The new domain and those that are mixed into it, each with whether it comes from a spec, so that it is
+            the same whenever it is read.
+        scored: The domains to score, likewise.
         rehearsed: Data that is rehearsed.
     """
+    (domain, told), *mixed = trained
     return {
         "the model's digest": start.sha256 or _digest_of_weights(start.model),
         **{f"anchor {number}": anchor.digest for number, anchor in enumerate(anchors, 1)},
         "the size of the data": domain.size,
         "the digest of the data": _digest(domain, told),
-        **{f"the size of {other.name}, which is scored": other.size for other in scored},
-        **{
-            f"the digest of {other.name}, which is scored": _digest(other, spec is not None)
-            for other, spec in zip(scored, specs, strict=True)
-        },
-        **{f"the size of {other.name}, which is rehearsed": other.size for other in rehearsed},
-        **{f"the digest of {other.name}, which is rehearsed": _digest(other, told=False) for other in rehearsed},
+        **_of_others(mixed, "mixed in"),
+        **_of_others(scored, "scored"),
+        **_of_others([(other, False) for other in rehearsed], "rehearsed"),
     }
+
+
+def _of_others(domains: Sequence[tuple[Domain, bool]], use: str) -> dict[str, Any]:
+    sizes = {f"the size of {domain.name}, which is {use}": domain.size for domain, _ in domains}
+    return sizes | {f"the digest of {domain.name}, which is {use}": _digest(domain, told) for domain, told in domains}
 
 
 def _digest_of_weights(model: nn.Module) -> str:

@@ -17,11 +17,13 @@ from ewc_finetune.checkpoint.open import LoadedModel
 from ewc_finetune.choices import Head
 from ewc_finetune.data.augmentation import check_augmented
 from ewc_finetune.data.domain import Domain
+from ewc_finetune.data.draw import draw_parts
 from ewc_finetune.data.input_spec import InputSpec
+from ewc_finetune.data.mixture import names_together
 from ewc_finetune.errors import DataError, UsageError
 from ewc_finetune.evaluation.bound_domain import BoundDomain, bind
 from ewc_finetune.evaluation.chance import say_numbering
-from ewc_finetune.evaluation.presenting import presented, say_anchors
+from ewc_finetune.evaluation.presenting import presented, presented_together, say_anchors
 from ewc_finetune.finetuning.head import class_names, give_head, head_names
 from ewc_finetune.finetuning.notes import say
 from ewc_finetune.finetuning.plan import Plan
@@ -103,8 +105,9 @@ def ready(plan: Plan, strengths: Sequence[float] | None, progress: Progress) -> 
 
 def _matched(plan: Plan, strengths: Sequence[float], undoing: contextlib.ExitStack, progress: Progress) -> Job:
     start, options, anchors = plan.start, plan.options, plan.anchors
-    headed = _as_headed(start, options.head, plan.domain)
-    domain = presented(plan.domain, headed, progress)
+    domains = [plan.domain, *plan.others]
+    headed = _as_headed(start, options.head, domains)
+    domain = presented_together(domains, headed, progress)
     if domain.augment:
         check_augmented(domain, domain.first())
     if options.head == "new" and is_headless(start.model):
@@ -177,6 +180,8 @@ def _loss(plan: Plan, new: BoundDomain) -> Loss:
         with random_state_kept(plan.device):
             walk = domain.batches(plan.schedule.batch_size)
             labels = [part for _, part in walk if part is not None] if domain.labels is None else [domain.labels]
+            if domain.labels is not None and domain.parts:
+                labels = [domain.labels[draw_parts(domain.parts, None)]]
         for part in labels:  # of batches with any number of tokens
             shape = new.outputs if part.is_floating_point() else (*part.shape[1:], classes)
             new.likelihood.check_targets(part, shape, domain.name)
@@ -216,12 +221,19 @@ def _rehearsal(plan: Plan, start: LoadedModel, progress: Progress) -> Rehearsal 
     return rehearsal
 
 
-def _as_headed(start: LoadedModel, head: Head, domain: Domain) -> LoadedModel:
-    """Return the model with the names that its outputs will have, as far as the old ones have a part in them."""
-    known, own = start.metadata, domain.classes or ()
+def _as_headed(start: LoadedModel, head: Head, domains: Sequence[Domain]) -> LoadedModel:
+    """Return the model with the names that its outputs will have, by which labels that are names are numbered.
+
+    They are the old ones, with those of new classes where it is expanded; where there are none, what several domains
+    call theirs.
+    """
+    known = start.metadata
     names = None if head == "new" or known.classes is None else list(known.classes)
-    if names is not None and head == "expand":
-        names += [name for name in own if name not in names]
+    if names is None:
+        together = names_together(domains)
+        names = None if together is None else list(together)
+    elif head == "expand":
+        names = list(dict.fromkeys([*names, *(name for domain in domains for name in domain.classes or ())]))
     return replace(start, metadata=replace(known, classes=names))
 
 

@@ -58,7 +58,14 @@ class Starting:
         unless="the newest anchor's weights",
         code="architecture",
     )
-    data: Any = option(help="The new domain.", required=True, main=True, once=True, metavar="DATA", code="data")
+    data: Any = option(
+        help="The new domain; repeatable: others are mixed in, each with its ?weight=.",
+        required=True,
+        main=True,
+        many=True,
+        metavar="DATA",
+        code="data",
+    )
     _: KW_ONLY
     architecture: str | None = option(
         None, "What to build for a checkpoint that doesn't say.", name="arch", metavar="ARCH", code="architecture"
@@ -152,6 +159,15 @@ class Adapting(Measuring):
         unless="the new one",
         code="data",
     )
+    eval_new: Any = option(
+        None,
+        "What to score as the new domain, where its test split is other data.",
+        read=str,
+        metavar="DATA",
+        group=Group.SCORES,
+        unless="of what is scored, that which is the same data as the new domain",
+        code="data",
+    )
     select_on: Sequence[Any] = option(
         (),
         "A domain whose score says which state, or which lambda of auto, is the best; repeatable.",
@@ -182,7 +198,9 @@ class FinetuneOptions(Computing, Adapting, Schedule, Rehearsing, Held, Starting,
     Each option has its help where it is declared; `Attributes` says what there is to know beside that.
 
     Attributes:
-        data: The new domain: a data spec (its train split unless it says), dataset or loader.
+        data: The new domain: a data spec (its train split unless it says), dataset or loader. Or several, a list or a
+            dict by name: the first is the new domain, and others are mixed into it, old data say. Of each an epoch has
+            as many samples as `weight=` in its spec says (0.1: a tenth of them, drawn anew), all unless it does.
         model: A module (trained in place, left in eval mode without gradients), a checkpoint file or model folder,
             `hf:org/name`, `hf://org/name/file`, or an architecture such as `mlp` (fresh weights). None starts from the
             weights of the last anchor.
@@ -195,8 +213,10 @@ class FinetuneOptions(Computing, Adapting, Schedule, Rehearsing, Held, Starting,
             domain's classes (the old one stays in the anchor, see `evaluate`); `expand` adds outputs for labels that
             the model has none for, and holds the old ones.
         eval_on: Domains to score before training and at each evaluation, a list of specs or datasets or a dict of such
-            by name (specs mean their test split unless they say); the test split of `data` unless given, where it has
-            one.
+            by name (specs mean their test split unless they say); the test split of `data` unless given, of each that
+            has one.
+        eval_new: The domain to score as the new one, beside those of `eval_on` or among them: a spec (its test split
+            unless it says) or dataset. Unless given it is that of them which is the same data as the new domain.
         select_on: Of these, or beside them, the domains whose mean score, with the new one's if it is scored, says
             which state is the best. `auto` then looks for the lambda with the best mean score over them and what is
             held out of the new domain.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from ewc_finetune.checkpoint.open import LoadedModel, open_checkpoint, open_fres
 from ewc_finetune.checkpoint.pin import fetched_anchors, pinned_model
 from ewc_finetune.choices import BESIDE_REHEARSAL, DEFAULT_LAMBDA, LikelihoodName
 from ewc_finetune.data.domain import Domain
-from ewc_finetune.data.sources import resolve_domain, resolve_domains
+from ewc_finetune.data.mixture import names_together
+from ewc_finetune.data.sources import items_of, resolve_domain, resolve_domains
 from ewc_finetune.data.table import Table
 from ewc_finetune.errors import CheckpointError, Mistakes, UsageError
 from ewc_finetune.evaluation.metrics import check_metrics
@@ -41,10 +42,11 @@ from ewc_finetune.penalty.quadratic import spread_lambdas
 from ewc_finetune.progress import Progress
 from ewc_finetune.rehearsal.options import is_probes
 from ewc_finetune.rehearsal.sources import resolve_sources
-from ewc_finetune.reporting.outcome import data_key
+from ewc_finetune.reporting.outcome import data_key, new_domain
 from ewc_finetune.runs.idle import FINETUNE, say_idle
 from ewc_finetune.runs.record import Run, read_run, recover_run
 from ewc_finetune.specs.options import check_declared
+from ewc_finetune.specs.query import without
 
 # Options that take a part of data, which is the same data still.
 _PARTS = ("split", "limit", "first")
@@ -63,9 +65,11 @@ class Plan:
         anchors: Oldest first.
         strengths: The lambda of each; where one is looked for, its multiple of that.
         domain: The new domain.
+        others: Domains that are mixed into it.
         rehearsed: The data of each source to rehearse; None for the probes of the anchors.
         scored: The domains to score.
         specs: The spec of each that has one.
+        new: The name of the one that is the new domain; None where that is not scored.
         chosen: Of these, the names of those that say which state is the best; None where nothing asks.
         aim: What a search for lambda is to look for.
         likelihood: What the model's outputs mean.
@@ -83,9 +87,11 @@ class Plan:
     anchors: list[Anchor]
     strengths: list[float]
     domain: Domain
+    others: list[Domain]
     rehearsed: list[Domain | None]
     scored: list[Domain]
     specs: list[str | None]
+    new: str | None
     chosen: tuple[str, ...] | None
     aim: Aim
     likelihood: Likelihood
@@ -97,9 +103,11 @@ class Plan:
 
     def identify(self) -> dict[str, Any]:
         """Return what the run is made from, by digests and sizes; to be asked before anything is done to it."""
-        told = isinstance(self.options.data, str)
+        told = [isinstance(item, str) for item in items_of(self.options.data)]
         rehearsed = [domain for domain in self.rehearsed if domain is not None]
-        return identify(self.start, self.anchors, self.domain, self.scored, told, self.specs, rehearsed)
+        trained = [*zip([self.domain, *self.others], told, strict=True)]
+        scored = [*zip(self.scored, [spec is not None for spec in self.specs], strict=True)]
+        return identify(self.start, self.anchors, trained, scored, rehearsed)
 
 
 def plan(options: FinetuneOptions, opened: LoadedModel | None = None) -> Plan:
@@ -127,10 +135,10 @@ def plan(options: FinetuneOptions, opened: LoadedModel | None = None) -> Plan:
         with mistakes.noted():
             anchors.append(item if isinstance(item, Anchor) else Anchor.open(item))
     with mistakes.noted():
-        domain = resolve_domain(options.data, "train", options.data_dir)
+        domain, *others = resolve_domains(options.data, "train", options.data_dir, weighted=True)
     if not mistakes.found:
         with mistakes.noted():
-            start, fresh = (opened, False) if opened else _open_start(options, anchors, domain)
+            start, fresh = (opened, False) if opened else _open_start(options, anchors, [domain, *others])
     loaded, overwrite = not mistakes.found, options.overwrite
     with mistakes.noted():
         if output is not None:
@@ -152,7 +160,7 @@ def plan(options: FinetuneOptions, opened: LoadedModel | None = None) -> Plan:
             with mistakes.noted():
                 check_metrics(options.metrics, rule.name)
         with mistakes.noted():
-            scored, specs, chosen, aim = _measured(options, domain, anchors)
+            scored, specs, new, chosen, aim = _measured(options, [domain, *others], anchors)
     mistakes.check()
     schedule = replace(options, norm_stats=options.norm_stats or ("update" if fresh else "frozen"))
     layers = normalisation_layers(start.model)
@@ -160,8 +168,8 @@ def plan(options: FinetuneOptions, opened: LoadedModel | None = None) -> Plan:
     say_idle(options, FINETUNE, facts, progress)
     start = informed(start, anchors)
     return Plan(
-        options, schedule, start, fresh, anchors, strengths, domain, rehearsed, scored, specs, chosen, aim, rule,
-        objective, device, output, overwrite, earlier,
+        options, schedule, start, fresh, anchors, strengths, domain, others, rehearsed, scored, specs, new, chosen,
+        aim, rule, objective, device, output, overwrite, earlier,
     )  # fmt: skip
 
 
@@ -186,7 +194,7 @@ def _rehearsed(options: FinetuneOptions, anchors: Sequence[Anchor] | None) -> li
     options.check_rehearsal()
     if options.head == "new" and options.sources and not options.anchors:
         raise UsageError("with --head new the old head answers what is rehearsed; name --anchors, which keep it")
-    if options.rehearses and any(_same_data(source, options.data) for source in options.sources):
+    if options.rehearses and any(_same_data(source, items_of(options.data)[0]) for source in options.sources):
         options.progress.note(
             "the new data is rehearsed too: the old model's answers to it are to stay, which holds learning back "
             "(learning without forgetting). Rehearse data that is like the old, where there is any"
@@ -202,7 +210,9 @@ def _same_data(one: Any, other: Any) -> bool:
     return one is other
 
 
-def _open_start(options: FinetuneOptions, anchors: Sequence[Anchor], domain: Domain) -> tuple[LoadedModel, bool]:
+def _open_start(
+    options: FinetuneOptions, anchors: Sequence[Anchor], domains: Sequence[Domain]
+) -> tuple[LoadedModel, bool]:
     """Open what the run starts from; also return whether its weights are fresh."""
     model, architecture = options.model, options.architecture
     if model is None:
@@ -220,18 +230,18 @@ def _open_start(options: FinetuneOptions, anchors: Sequence[Anchor], domain: Dom
         )
     if architecture is not None:
         raise UsageError(f"--model {model} is an architecture already; --arch says what a checkpoint file holds")
-    return open_fresh(str(model), _sample_shape(domain), _count_outputs(options, domain), options.seed), True
+    return open_fresh(str(model), _sample_shape(domains[0]), _count_outputs(options, domains), options.seed), True
 
 
-def _count_outputs(options: FinetuneOptions, domain: Domain) -> int:
+def _count_outputs(options: FinetuneOptions, domains: Sequence[Domain]) -> int:
     """Return how many outputs fresh weights need: one to a class, or to a number that is predicted."""
-    labels = domain.labels
+    domain, labels = domains[0], domains[0].labels
     numbers = options.likelihood in ("gaussian", "bernoulli") or (options.likelihood is None and domain.real_valued)
     if numbers and labels is not None and labels.ndim <= 2:
         return 1 if labels.ndim == 1 else labels.shape[1]
-    outputs = domain.count_classes(dense=isinstance(domain.samples, Table))
+    outputs = [one.count_classes(dense=isinstance(one.samples, Table)) for one in domains]
     say_first_label(domain, options.progress)
-    return outputs
+    return max(*outputs, len(names_together(domains) or ()))
 
 
 def _sample_shape(domain: Domain) -> tuple[int, ...]:
@@ -257,52 +267,64 @@ def _likelihood_of(asked: LikelihoodName | None, anchors: Sequence[Anchor], star
 
 
 def _measured(
-    options: FinetuneOptions, domain: Domain, anchors: Sequence[Anchor]
-) -> tuple[list[Domain], list[str | None], tuple[str, ...] | None, Aim]:
-    """Return the domains to score with their specs, the names of those that choose a state, and a search's aim."""
-    scored, specs = _scored(options, domain, anchors, options.progress)
-    scored, names = _also_selected(scored, specs, options.select_on, options.data_dir)
+    options: FinetuneOptions, domains: Sequence[Domain], anchors: Sequence[Anchor]
+) -> tuple[list[Domain], list[str | None], str | None, tuple[str, ...] | None, Aim]:
+    """Return the domains to score with their specs, the new one's name, those that choose a state, a search's aim."""
+    scored, specs = _scored(options, domains, anchors, options.progress)
+    if options.eval_new is None:
+        new = _new_among(scored, specs, domains[0], items_of(options.data)[0])
+    else:
+        scored, (new,) = _also_scored(scored, specs, [options.eval_new], options.data_dir)
+    scored, names = _also_scored(scored, specs, options.select_on, options.data_dir)
     chosen = None
     if options.keeps_best or options.patience is not None:
-        chosen = tuple(selecting(options.data, scored, specs, names))
-    return scored, specs, chosen, aim_of(options, names, anchors)
+        chosen = tuple(selecting(new, names))
+    return scored, specs, new, chosen, aim_of(options, names, anchors)
+
+
+def _new_among(scored: Sequence[Domain], specs: Sequence[str | None], domain: Domain, data: Any) -> str | None:
+    """Return the name of the scored domain that is the new one: of the same data, be it by its spec or its name."""
+    known = [spec or one.name for spec, one in zip(specs, scored, strict=True)]
+    found = new_domain(data if isinstance(data, str) else domain.name, known)
+    return None if found is None else scored[known.index(found)].name
 
 
 def _scored(
-    options: FinetuneOptions, domain: Domain, anchors: Sequence[Anchor], progress: Progress
+    options: FinetuneOptions, domains: Sequence[Domain], anchors: Sequence[Anchor], progress: Progress
 ) -> tuple[list[Domain], list[str | None]]:
     """Return the domains to score, and the spec of each that has one.
 
-    They are those asked for, else the test split of the new domain.
+    They are those asked for, else the test splits of what is trained on; the new domain's not, where it is named.
     """
-    eval_on, data, data_dir, head = options.eval_on, options.data, options.data_dir, options.head
+    eval_on, data_dir, head = options.eval_on, options.data_dir, options.head
     if head == "new" and anchors:
         progress.note(
             "domains are scored with the new head; for an old one's: ewc-ft evaluate CHECKPOINT --head ANCHOR"
         )
     if eval_on is not None:
         scored = resolve_domains(eval_on, "test", data_dir)
-        given = list(eval_on.values()) if isinstance(eval_on, Mapping) else [eval_on] if len(scored) == 1 else eval_on
-        given = given[0] if len(given) == 1 and isinstance(given[0], (list, tuple)) else given
-        specs = [item if isinstance(item, str) else None for item in given]
-        return _named_apart(scored), specs if len(specs) == len(scored) else [None] * len(scored)
-    scored = [resolve_domain(data, "test", data_dir)] if isinstance(data, str) and domain.split is not None else []
-    if not scored:
+        return _named_apart(scored), [item if isinstance(item, str) else None for item in items_of(eval_on)]
+    domain, given = domains[0], [*zip(domains, items_of(options.data), strict=True)]
+    specs = [without(item, "weight") for one, item in given if isinstance(item, str) and one.split is not None]
+    if options.eval_new is not None:
+        specs = specs if domain.split is None else specs[1:]
+    scored = [resolve_domain(spec, "test", data_dir) for spec in specs]
+    if not scored and options.eval_new is None:
         held = "; test=0.2 behind its question mark holds a fifth of it out" * isinstance(domain.samples, Table)
         progress.note(f"{domain.name} has no test split, so nothing is scored; --eval names domains to score{held}")
-    elif anchors and head != "new":
+    elif anchors and head != "new" and len(scored) == 1:
         progress.note(
             f"only {domain.name} is scored; where old data is at hand, --eval OLD --eval NEW shows what stays"
         )
-    return scored, [data for _ in scored]
+    return _named_apart(scored), [*specs]
 
 
-def _also_selected(
-    scored: Sequence[Domain], specs: list[str | None], select_on: Sequence[Any], data_dir: str | Path | None
+def _also_scored(
+    scored: Sequence[Domain], specs: list[str | None], others: Sequence[Any], data_dir: str | Path | None
 ) -> tuple[list[Domain], list[str]]:
-    """Return the domains to score with those to select on among them, and the names of these; `specs` grows alike."""
+    """Return the domains to score with others among them, and the names of these; `specs` grows alike."""
     every, names = list(scored), []
-    for item in select_on:
+    for item in others:
         if isinstance(item, str) and item in specs:
             names.append(every[specs.index(item)].name)
             continue

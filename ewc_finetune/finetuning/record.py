@@ -32,11 +32,13 @@ def findings(
             for anchor, strength in zip(plan.anchors, strengths, strict=True)
         ],
         "data": {
-            "spec": domain.name,
-            "split": domain.split,
+            "spec": plan.domain.name,
+            "split": plan.domain.split,
             "size": domain.size,
             "digest": identities["the digest of the data"],
+            "parts": [{"spec": part.name, "size": part.samples, "drawn": part.drawn} for part in domain.parts],
         },
+        "new": plan.new,
         "eval": [{"spec": one.name, "split": one.split, "size": one.size} for one in watched],
         "rehearsed": _rehearsed(plan, job),
         "input": job.new.input_spec.to_json(),

@@ -26,6 +26,8 @@ def asked(options: FinetuneOptions) -> dict[str, Any]:
     for one, known in declared(options):
         if known.recorded:
             value = getattr(options, one.name)
+            if one.name == "data" and isinstance(value, (list, tuple)) and len(value) == 1:
+                value = value[0]
             if known.joined and isinstance(value, (list, tuple)):
                 value = ",".join(map(to_text, value))
             many = one.name == "anchors" or (one.name == "lambdas" and value not in (None, "auto"))

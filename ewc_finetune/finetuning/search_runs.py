@@ -66,7 +66,8 @@ def _short(plan: Plan) -> FinetuneOptions:
     trained, held_out = split(plan.domain, plan.options.seed)
     return replace(
         plan.options,
-        data=trained,
+        data=[trained, *plan.others],
+        eval_new=None,
         anchors=plan.anchors,
         # What was generated once, with where it is kept.
         rehearse=[PROBES if domain is None else domain for domain in plan.rehearsed],

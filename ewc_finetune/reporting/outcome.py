@@ -138,7 +138,8 @@ def outcome_of(run: Run) -> Outcome:
     told = [line["retention"] for line in run.lines if line.get("retention")]
     domains = list(after or before)
     target = str((document["found"].get("data") or {}).get("spec") or document["options"].get("data") or "")
-    new = new_domain(target, domains)
+    found = document["found"]
+    new = found["new"] if found.get("new") in domains else new_domain(target, domains)
     return Outcome(
         run=run,
         label=run.path.resolve().name.removesuffix(".run"),
@@ -153,7 +154,7 @@ def outcome_of(run: Run) -> Outcome:
 
 def new_domain(target: str, domains: Sequence[str]) -> str | None:
     """Return the domain that is of the data `target`: in another split, or more samples of it."""
-    for loose in (("split",), ("split", "limit", "first")):
+    for loose in (("split", "weight"), ("split", "weight", "limit", "first")):
         for domain in domains:
             if data_key(domain, loose) == data_key(target, loose):
                 return domain

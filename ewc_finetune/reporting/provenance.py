@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,7 @@ def run_facts(outcome: Outcome) -> list[Fact]:
             "Started from", joined(found.get("model"), checkpoint.get("architecture")), _text(checkpoint.get("sha256"))
         ),
         Fact("Data", describe.data(data), _text(data.get("digest"))),
+        Fact("Of these in each epoch", _parts(data.get("parts"))),
         Fact("Input", _input(found.get("input"))),
         Fact("Likelihood", _text(found.get("likelihood"))),
         Fact("Normalisation", _statistics(found.get("norm_stats"))),
@@ -61,6 +62,11 @@ def run_facts(outcome: Outcome) -> list[Fact]:
         Fact("Platform", _text(document.get("platform"))),
     ]
     return [fact for fact in facts if fact.value or fact.digest]
+
+
+def _parts(parts: Sequence[Mapping[str, Any]] | None) -> str:
+    """Say how much of each part of what is mixed an epoch has."""
+    return "; ".join(f"{part['drawn']:,.0f} of {part['size']:,.0f} of {part['spec']}" for part in parts or ())
 
 
 def _origin(anchor: Mapping[str, Any]) -> Origin:

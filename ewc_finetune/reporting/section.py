@@ -258,7 +258,7 @@ def _trials(outcome: Outcome) -> Figure | None:
     if not watched or len(trials) < 2:
         return None
     measure = measure_of([*(trial["score"] for trial in trials), *watched])
-    new = new_domain(outcome.target, [score["domain"] for score in watched])
+    new = outcome.new or new_domain(outcome.target, [score["domain"] for score in watched])
     plain: list[tuple[float, float]] = []
     tried: list[tuple[float, tuple[float, float]]] = []
     for trial in trials:

@@ -178,6 +178,7 @@ _is_score = has(
     metrics=_perhaps(object_of(nullable(is_number))),
     **dict.fromkeys(("samples", "loss", "accuracy", "perplexity"), _is_number),
 )
+_is_part = has(spec=is_text, size=is_number, drawn=is_number)
 _is_kept = has(data=_perhaps(is_text), unchanged=_is_number, divergence=_is_number)
 _is_trial = has(score=_is_score, watched=_perhaps(list_of(_is_score)), **{"lambda": _is_number})
 _is_layer = has(layer=is_text, parameters=_is_number, share=_is_number, moved=_is_number, penalty=_is_number)
@@ -209,7 +210,8 @@ _FOUND: dict[str, tuple[Check, str]] = {
         list_of(has(provenance=_is_provenance, **{"lambda": _is_number})),
         "a list of anchors, each with its lambda and provenance",
     ),
-    "data": (has(spec=is_text, size=_is_number), "an object with a spec"),
+    "data": (has(spec=is_text, size=_is_number, parts=_perhaps(list_of(_is_part))), "an object with a spec"),
+    "new": (is_text, "the name of a domain"),
     "eval": (_is_objects, "a list of objects"),
     "rehearsed": (_is_objects, "a list of objects"),
     "parameters": (_is_number, "a number"),

@@ -39,3 +39,10 @@ def parse(text: str) -> Address:
             raise UsageError(f"in {text!r}, the option {key!r} comes twice")
         options[key] = value
     return Address(head, options)
+
+
+def without(text: str, *keys: str) -> str:
+    """Return an address without these options."""
+    address = parse(text)
+    kept = {key: value for key, value in address.options.items() if key not in keys}
+    return text if kept == address.options else str(Address(address.head, kept))

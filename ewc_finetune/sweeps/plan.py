@@ -16,6 +16,7 @@ from ewc_finetune.checkpoint.formats.state_dict import StateDict
 from ewc_finetune.checkpoint.location import is_there
 from ewc_finetune.checkpoint.open import ending_of
 from ewc_finetune.checkpoint.pin import pinned_model
+from ewc_finetune.data.sources import items_of
 from ewc_finetune.errors import NonFiniteError, StorageError, UsageError, counted, few
 from ewc_finetune.evaluation.cost import Estimate
 from ewc_finetune.finetuning.cost import cost
@@ -24,7 +25,6 @@ from ewc_finetune.finetuning.plan import plan as plan_run
 from ewc_finetune.finetuning.request import asked, asked_then
 from ewc_finetune.finetuning.resume import SOUND
 from ewc_finetune.progress import Bar, Progress, Silent
-from ewc_finetune.reporting.outcome import new_domain
 from ewc_finetune.runs.options_file import differences
 from ewc_finetune.runs.record import Run
 from ewc_finetune.specs.options import names_of
@@ -183,16 +183,16 @@ def _domains(looks: Mapping[tuple[str, str], Estimate], data: Any) -> tuple[str,
     """
     known = [look.found or {} for look in looks.values()]
     names = [str(domain["spec"]) for domain in known[0]["eval"]]
-    new = new_domain(known[0]["data"]["spec"], names)
-    if new is None and not isinstance(data, str) and names:
+    new = known[0]["new"]
+    if new is None and not isinstance(items_of(data)[0], str) and names:
         new = names[-1]
     probed = all(any(map(_tells, one["anchors"])) for one in known)
     old = tuple(name for name in names if name != new)
     if new is None or not (old or probed):
         missing = "the new domain is not scored" if new is None else "no old domain is scored and anchors have no probe"
         raise UsageError(
-            f"a sweep compares what is learned with what is kept, and {missing}. Name both: --eval OLD --eval NEW; or "
-            "the new one alone, with anchors that have a probe (consolidate --probe)"
+            f"a sweep compares what is learned with what is kept, and {missing}. Name both: --eval OLD --eval-new NEW; "
+            "or the new one alone, with anchors that have a probe (consolidate --probe)"
         )
     return new, old
 
