@@ -32,8 +32,10 @@ class Part:
         return max(1, round(self.samples * self.weight))
 
     def __str__(self) -> str:
-        every = f"all {self.samples:,}" if self.drawn == self.samples else f"{self.drawn:,} of {self.samples:,}"
-        return f"{every} of {self.name}"
+        if self.drawn == self.samples:
+            return f"all {self.samples:,} of {self.name}"
+        more = f"{self.weight:g} times the {self.samples:,}"
+        return f"{more if self.weight > 1 else f'{self.drawn:,} of {self.samples:,}'} of {self.name}"
 
 
 def draw_parts(parts: Sequence[Part], shuffle: torch.Generator | None) -> Tensor:

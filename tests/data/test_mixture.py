@@ -188,3 +188,26 @@ def test_weights_that_are_none(weight):
 def test_only_what_is_trained_on_or_consolidated_has_weights(use):
     with pytest.raises(EwcError, match="weight= is for --data of finetune, sweep and consolidate"):
         use(nn.Linear(4, 3), "digits?weight=0.5")
+
+
+def test_texts_and_their_labels_go_together(tmp_path):
+    """A classifier numbers labels by its own names; what is packed is mixed by its samples, not by its texts."""
+    pytest.importorskip("transformers")
+    from support.transformers_models import bert, corpus, llama, reviews, saved
+
+    folder = saved(bert(), tmp_path / "bert")
+    data = [reviews(tmp_path / "a.jsonl", ("good", "bad", "good")), reviews(tmp_path / "b.jsonl") + "?weight=2"]
+    notes = Notes()
+    ewc.finetune(folder, data, epochs=1, batch_size=5, eval_on=[], progress=notes)
+    assert notes.about(f"each epoch has all 12 of {data[0]}, 2 times the 12 of {data[1]}")
+    anchor = ewc.consolidate(folder, data)
+    assert anchor.provenance.samples == 36
+    assert anchor.provenance.classes == ["bad", "fine", "good"]
+    with pytest.raises(UsageError, match="they say length= differently"):
+        ewc.consolidate(folder, [data[0], data[1] + "&length=5"])
+    folder = saved(llama(), tmp_path / "llama")
+    data = [corpus(tmp_path / "a.txt") + "?pack=6", corpus(tmp_path / "b.txt", seed=1) + "?pack=8&weight=0.5"]
+    ewc.finetune(folder, data, epochs=1, batch_size=5, eval_on=[], progress=notes)
+    assert notes.about(f"each epoch has all 12 of {data[0]}, 4 of 8 of {data[1]}")
+    with pytest.raises(DataError, match="a sample is"):
+        ewc.consolidate(folder, [data[0], TensorDataset(torch.zeros(3, 4))])
