@@ -28,7 +28,7 @@ from ewc_finetune.finetuning.options import FinetuneOptions
 from ewc_finetune.finetuning.plan import Plan, plan
 from ewc_finetune.finetuning.readings import Readings
 from ewc_finetune.finetuning.record import findings
-from ewc_finetune.finetuning.request import UNSAID, asked, command_of
+from ewc_finetune.finetuning.request import UNSAID, asked, code_named, command_of
 from ewc_finetune.finetuning.resume import check_identities, check_left
 from ewc_finetune.finetuning.run_checkpoints import RunCheckpoints
 from ewc_finetune.finetuning.search_runs import search_by_trials
@@ -136,7 +136,8 @@ def _hint(folder: RunFolder, options: FinetuneOptions) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        lost, go_on = isinstance(error, RetentionError), f"ewc-ft finetune --resume {folder.path}"
+        trust = " --trust-code" if options.trust_code or code_named(vars(options)) else ""
+        lost, go_on = isinstance(error, RetentionError), f"ewc-ft finetune --resume {folder.path}{trust}"
         # What was lost stays lost, but with less to be kept; a search for lambda has made its runs for that share.
         if folder.resumable and not (lost and options.lambdas == "auto"):
             kept = f"the state of the last evaluation is kept, as {folder.last}; " if folder.last.exists() else ""

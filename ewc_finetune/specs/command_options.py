@@ -28,7 +28,8 @@ class Computing:
     """What every command has that runs a model.
 
     Attributes:
-        trust_code: Whether code in the checkpoint may run (a pickled module), which is never asked for otherwise.
+        trust_code: Whether code in the checkpoint may run (a pickled module), which is never asked for otherwise. On
+            the command line also whether code may that a file of options names.
         device: `auto`, `cpu`, `cuda` or `mps`; in Python one of several too, such as `cuda:1`.
         data_dir: Where downloaded data lies.
     """
