@@ -20,7 +20,7 @@ PROBES = "probes answered as before, %"
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that learned the same data.
+    """Runs that learned the same data under the same likelihood.
 
     Attributes:
         outcomes: What came of each, in the order of the runs.
@@ -64,11 +64,13 @@ class Group:
     def sentence(self) -> str:
         """The outcome in one sentence."""
         plain, seeds = self.plain_for(self.main), self.seeds_of(self.main)
+        held = [one for one in self.outcomes if one.held]
         middle = f"seed {self.main.options.get('seed')}"
         if not self.best:
             start = f"{how_held(self.main)}, {middle} as the middle one of {len(seeds)}" if len(seeds) > 1 else ""
+            if not start and len(held) > 1:
+                start = f"{how_held(self.main)} ({self.main.label}, one of {len(held)} held runs)"
             return sentence(self.main, plain, self.measure, start)
-        held = [one for one in self.outcomes if one.held]
         name = f"lambda {self.main.strength}"
         if len({one.kind for one in held}) > 1:
             name = f"{self.main.kind} at {name}"
@@ -89,6 +91,11 @@ class Group:
         """The runs that differ in the seed alone, as far as there are several."""
         found = {id(seeds[0]): seeds for one in self.outcomes if len(seeds := self.seeds_of(one)) > 1}
         return list(found.values())
+
+    @property
+    def other_old(self) -> list[str]:
+        """The old domains that not all of the runs were scored on which were scored on any."""
+        return list(dict.fromkeys(name for one in self.outcomes for name in one.old if name not in self.old))
 
     @property
     def steps(self) -> list[int]:
@@ -187,7 +194,7 @@ def frontier_figure(chart: Chart, before: str = "", ring: str = "the run shown i
 
 
 def grouped(outcomes: Sequence[Outcome], settings: Mapping[str, Setting]) -> list[Group]:
-    """Put runs on the same new data together; groups with a penalty to look at come first.
+    """Put runs together that can be compared; groups with a penalty to look at come first.
 
     Args:
         outcomes: What came of each run.
@@ -195,12 +202,13 @@ def grouped(outcomes: Sequence[Outcome], settings: Mapping[str, Setting]) -> lis
     """
     groups: dict[Any, list[Outcome]] = {}
     for outcome in outcomes:
-        groups.setdefault(data_key(outcome.target), []).append(outcome)
-    found = [_group(group, settings) for group in groups.values()]
+        groups.setdefault((data_key(outcome.target), outcome.found.get("likelihood")), []).append(outcome)
+    found = [group_of(group, settings) for group in groups.values()]
     return sorted(found, key=lambda group: not any(one.held for one in group.outcomes))
 
 
-def _group(outcomes: Sequence[Outcome], settings: Mapping[str, Setting]) -> Group:
+def group_of(outcomes: Sequence[Outcome], settings: Mapping[str, Setting]) -> Group:
+    """Compare runs that learned the same data; see `grouped`."""
     measure = measure_of([score for one in outcomes for score in (*one.before.values(), *one.after.values())])
     scored = [set(one.old) for one in outcomes if one.old]
     common = set.intersection(*scored) if scored else set()

@@ -210,6 +210,7 @@ _FOUND: dict[str, tuple[Check, str]] = {
         "a list of anchors, each with its lambda and provenance",
     ),
     "data": (has(spec=is_text, size=_is_number), "an object with a spec"),
+    "likelihood": (is_text, "a text"),
     "eval": (_is_objects, "a list of objects"),
     "rehearsed": (_is_objects, "a list of objects"),
     "parameters": (_is_number, "a number"),
