@@ -36,7 +36,7 @@ def consolidate(model: str, data: str, output: str | None, dry_run: bool, printe
     from ewc_finetune.commands.consolidate import default_output
     from ewc_finetune.commands.dry_run import dry_run as estimate
 
-    options["output"] = output or default_output(model)
+    options["output"] = output or default_output(model, data)
     if dry_run:
         printer.document(estimate(run, model, data, progress=printer, **options), "dry-run")
         return

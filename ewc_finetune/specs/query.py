@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from ewc_finetune.errors import UsageError
@@ -39,3 +40,8 @@ def parse(text: str) -> Address:
             raise UsageError(f"in {text!r}, the option {key!r} comes twice")
         options[key] = value
     return Address(head, options)
+
+
+def in_file_name(text: str) -> str:
+    """Return an address as a part of a file's name: `digits?rotate=90` as `digits-rotate-90`."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")
