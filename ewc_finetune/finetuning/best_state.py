@@ -10,7 +10,7 @@ from typing import Any
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.errors import UsageError
 from ewc_finetune.evaluation.score import Score
-from ewc_finetune.specs.query import parse
+from ewc_finetune.specs.query import PARTS, data_key
 
 
 @dataclass
@@ -79,7 +79,7 @@ def selecting(data: Any, watched: Sequence[Domain], specs: Sequence[str | None],
     names = [
         domain.name
         for domain, spec in zip(watched, specs, strict=True)
-        if isinstance(data, str) and spec is not None and same_source(spec, data)
+        if isinstance(data, str) and spec is not None and data_key(spec, PARTS) == data_key(data, PARTS)
     ]
     names += [name for name in select_on if name not in names]
     if not names:
@@ -88,14 +88,3 @@ def selecting(data: Any, watched: Sequence[Domain], specs: Sequence[str | None],
             "choice goes by with --select-on"
         )
     return names
-
-
-def same_source(one: str, other: str) -> bool:
-    """Whether two data specs name the same domain, be it by another split or fewer samples."""
-    first, second = parse(one), parse(other)
-    if first.head != second.head:
-        return False
-    return all(
-        first.options.get(key) == second.options.get(key)
-        for key in {*first.options, *second.options} - {"split", "limit", "first"}
-    )

@@ -41,13 +41,10 @@ from ewc_finetune.penalty.quadratic import spread_lambdas
 from ewc_finetune.progress import Progress
 from ewc_finetune.rehearsal.options import is_probes
 from ewc_finetune.rehearsal.sources import resolve_sources
-from ewc_finetune.reporting.outcome import data_key
 from ewc_finetune.runs.idle import FINETUNE, say_idle
 from ewc_finetune.runs.record import Run, read_run, recover_run
 from ewc_finetune.specs.options import check_declared
-
-# Options that take a part of data, which is the same data still.
-_PARTS = ("split", "limit", "first")
+from ewc_finetune.specs.query import PARTS, data_key, without
 
 
 @dataclass(frozen=True)
@@ -198,7 +195,7 @@ def _rehearsed(options: FinetuneOptions, anchors: Sequence[Anchor] | None) -> li
 
 def _same_data(one: Any, other: Any) -> bool:
     if isinstance(one, str) and isinstance(other, str):
-        return data_key(one, _PARTS) == data_key(other, _PARTS)
+        return data_key(one, PARTS) == data_key(other, PARTS)
     return one is other
 
 
@@ -281,18 +278,19 @@ def _scored(
             "domains are scored with the new head; for an old one's: ewc-ft evaluate CHECKPOINT --head ANCHOR"
         )
     if eval_on is not None:
-        scored = resolve_domains(eval_on, "test", data_dir)
+        scored = _as_they_come(resolve_domains(eval_on, "test", data_dir))
         given = list(eval_on.values()) if isinstance(eval_on, Mapping) else [eval_on] if len(scored) == 1 else eval_on
         given = given[0] if len(given) == 1 and isinstance(given[0], (list, tuple)) else given
         specs = [item if isinstance(item, str) else None for item in given]
         return _named_apart(scored), specs if len(specs) == len(scored) else [None] * len(scored)
-    scored = [resolve_domain(data, "test", data_dir)] if isinstance(data, str) and domain.split is not None else []
+    has_test = isinstance(data, str) and domain.split is not None
+    scored = _as_they_come([resolve_domain(data, "test", data_dir)] if has_test else [])
     if not scored:
         held = "; test=0.2 behind its question mark holds a fifth of it out" * isinstance(domain.samples, Table)
         progress.note(f"{domain.name} has no test split, so nothing is scored; --eval names domains to score{held}")
     elif anchors and head != "new":
         progress.note(
-            f"only {domain.name} is scored; where old data is at hand, --eval OLD --eval NEW shows what stays"
+            f"only {scored[0].name} is scored; where old data is at hand, --eval OLD --eval NEW shows what stays"
         )
     return scored, [data for _ in scored]
 
@@ -306,13 +304,18 @@ def _also_selected(
         if isinstance(item, str) and item in specs:
             names.append(every[specs.index(item)].name)
             continue
-        (domain,) = resolve_domains([item], "test", data_dir)
+        (domain,) = _as_they_come(resolve_domains([item], "test", data_dir))
         same = [other.name for other in every if other.samples is domain.samples]
         if not same:
             every = _named_apart([*every, domain])
             specs.append(item if isinstance(item, str) else None)
         names += same[:1] or [every[-1].name]
     return every, names
+
+
+def _as_they_come(domains: Sequence[Domain]) -> list[Domain]:
+    """Return domains to score, which are never augmented, nor named as if they were."""
+    return [replace(one, name=without(one.name, "augment"), augment=()) if one.augment else one for one in domains]
 
 
 def _named_apart(domains: Sequence[Domain]) -> list[Domain]:

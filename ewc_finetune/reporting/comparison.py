@@ -10,9 +10,10 @@ from typing import Any
 
 from ewc_finetune.reporting.figure import Figure, style_of
 from ewc_finetune.reporting.measures import NOTHING, Measure, measure_of, short
-from ewc_finetune.reporting.outcome import Outcome, data_key, how_held, sentence
+from ewc_finetune.reporting.outcome import Outcome, how_held, sentence
 from ewc_finetune.reporting.plots import Axis, Chart, Curve, Point, to_svg
 from ewc_finetune.specs.options import Setting
+from ewc_finetune.specs.query import data_key
 
 PLAIN = "plain fine-tuning"
 PROBES = "probes answered as before, %"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from ewc_finetune.errors import UsageError
@@ -40,6 +41,33 @@ def parse(text: str) -> Address:
             raise UsageError(f"in {text!r}, the option {key!r} comes twice")
         options[key] = value
     return Address(head, options)
+
+
+# Options that say which part of data is taken, and how it is trained on: with any of them it is the same data still.
+PARTS = ("split", "augment", "limit", "first")
+
+
+def data_key(spec: str, loose: Collection[str] = ("split",)) -> tuple[str, frozenset[tuple[str, str]]]:
+    """Return what two specs of the same data have in common.
+
+    Args:
+        spec: The data; what is no address stands for itself.
+        loose: Options that may be others.
+    """
+    try:
+        address = parse(spec)
+    except UsageError:
+        return spec, frozenset()  # what a Python caller calls it
+    return address.head, frozenset(item for item in address.options.items() if item[0] not in loose)
+
+
+def without(text: str, name: str) -> str:
+    """Return an address without one of its options; what is no address as it is."""
+    try:
+        address = parse(text)
+    except UsageError:
+        return text
+    return str(Address(address.head, {key: value for key, value in address.options.items() if key != name}))
 
 
 def in_file_name(text: str) -> str:

@@ -332,6 +332,9 @@ def test_more_than_two_old_domains_are_averaged(tmp_path):
         ("fmnist?limit=500", ["fmnist", "fmnist?limit=500&split=test"], "fmnist?limit=500&split=test"),
         ("mnist?permute=1", ["mnist", "mnist?permute=1"], "mnist?permute=1"),
         ("mnist?permute=1", ["mnist"], None),
+        ("fmnist?augment=flip", ["mnist", "fmnist"], "fmnist"),
+        ("fmnist?augment=flip", ["fmnist", "fmnist?augment=flip"], "fmnist?augment=flip"),
+        ("fmnist?augment=flip&limit=9", ["mnist", "fmnist"], "fmnist"),
         ("what a caller calls it??", ["old"], None),
     ],
 )
