@@ -42,7 +42,7 @@ class Computing:
         filed=False,
         sound=True,
     )
-    device: str = option("auto", "Where to compute.", choices=DEVICES, wider=True, main=True, sound=True)
+    device: str = option("auto", "Where to compute.", choices=DEVICES, wider=True, sound=True)
     data_dir: str | Path | None = option(
         None,
         "Where downloaded data lies or goes.",
