@@ -55,11 +55,11 @@ class Group:
         return self.measure.text(value) if self.old or value is None else f"{value:.1f}%"
 
     def plain_for(self, outcome: Outcome) -> Outcome | None:
-        """Return the plain run to compare with: of several, the one whose training was most like this one's."""
+        """Return the plain run to compare with: of several, the one most like this one in start and training."""
         plain = [one for one in self.outcomes if not one.held and one.after and one.finished]
         if not outcome.held or not plain:
             return None
-        return max(plain, key=lambda one: -len(self._unlike(one, outcome)))
+        return max(plain, key=lambda one: (one.start == outcome.start, -len(self._unlike(one, outcome))))
 
     @property
     def sentence(self) -> str:
@@ -117,13 +117,14 @@ class Group:
         return [key for key in self.settings if len({self._option(one, key) for one in self.outcomes}) > 1]
 
     def unlike_plain(self, outcome: Outcome) -> list[str]:
-        """Return the options of training in which a run differs from the plain one beside it."""
+        """Return in what a run differs from the plain one beside it: options of training, and what it started from."""
         plain = self.plain_for(outcome)
         return [] if plain is None else self._unlike(plain, outcome)
 
     def _unlike(self, one: Outcome, other: Outcome) -> list[str]:
         of_training = [name for name, setting in self.settings.items() if setting.of_training]
-        return [name for name in of_training if self._option(one, name) != self._option(other, name)]
+        differing = [name for name in of_training if self._option(one, name) != self._option(other, name)]
+        return [*(["the model that it started from"] if one.start != other.start else []), *differing]
 
     def _option(self, outcome: Outcome, key: str) -> str:
         """Return what an option of a run was; one that there was none of then was what it is by default."""

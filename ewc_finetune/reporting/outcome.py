@@ -57,6 +57,11 @@ class Outcome:
         return self.found.get("anchors") or []
 
     @property
+    def start(self) -> dict[str, Any]:
+        """The checkpoint that it started from: its digest and architecture, as far as they are known."""
+        return self.found.get("checkpoint") or {}
+
+    @property
     def strengths(self) -> list[float]:
         """The lambda of each anchor."""
         return [anchor.get("lambda") or 0.0 for anchor in self.anchors]

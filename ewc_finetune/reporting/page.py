@@ -137,6 +137,8 @@ def _table(group: Group) -> Table:
     }
     if len({one.kind for one in group.outcomes if one.held}) > 1:
         columns["Penalty"] = lambda one: one.kind
+    if len({str(one.start.get("architecture")) for one in group.outcomes}) > 1:
+        columns["Model"] = lambda one: short(str(one.start.get("architecture") or NOTHING))
     if len(group.steps) > 1:
         columns["Steps"] = lambda one: f"{one.run.document.get('steps') or 0:,.0f}"
     for key in group.differing():

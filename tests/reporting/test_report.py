@@ -186,6 +186,20 @@ def test_the_plain_run_beside_one_is_the_one_most_like_it(tmp_path):
     assert "The plain run differs in seed too, beside the penalty." in page.pieces
 
 
+def test_the_plain_run_of_another_model_is_told(tmp_path):
+    write_run(tmp_path / "all/held.run")
+    other = {"checkpoint": {"sha256": None, "architecture": "cnn"}}
+    after = [score("mnist", 0.1), score("fmnist", 0.9)]
+    write_run(tmp_path / "all/cnn.run", anchors=[], after=after, found=other)
+    page = page_of(tmp_path / "all")
+    assert "The plain run differs in the model that it started from too, beside the penalty." in page.pieces
+    assert {"Model", "cnn", "mlp?hidden=256,128"} <= set(page.pieces)
+    write_plain(tmp_path / "all/plain.run", options={"model": "model.pt", "lr": 1.0})
+    page = page_of(tmp_path / "all")
+    assert "plain fine-tuning: 43.8%" in page.text
+    assert "The plain run differs in lr too, beside the penalty." in page.pieces
+
+
 @pytest.mark.parametrize("anchors", [[], [anchor(strength=0.0)]])
 def test_a_plain_run_has_no_importance_to_speak_of(tmp_path, anchors):
     layers = [
