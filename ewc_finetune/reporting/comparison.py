@@ -75,6 +75,9 @@ class Group:
         name = f"lambda {self.main.strength}"
         if len({one.kind for one in held}) > 1:
             name = f"{self.main.kind} at {name}"
+        alike = [one for one in held if (one.kind, one.strength) == (self.main.kind, self.main.strength)]
+        if len(alike) > len(seeds):
+            name += f" ({self.main.label})"
         start = f"Of {len(held)} held runs, {name} has the best mean of old and new"
         if len(seeds) > 1:
             start += f" over {len(seeds)} seeds, {middle} in the middle of them"
@@ -124,7 +127,8 @@ class Group:
     def _unlike(self, one: Outcome, other: Outcome) -> list[str]:
         of_training = [name for name, setting in self.settings.items() if setting.of_training]
         differing = [name for name in of_training if self._option(one, name) != self._option(other, name)]
-        return [*(["the model that it started from"] if one.start != other.start else []), *differing]
+        start = ["the model that it started from"] if one.start != other.start else []
+        return [*start, *(["data"] if one.target != other.target else []), *differing]
 
     def _option(self, outcome: Outcome, key: str) -> str:
         """Return what an option of a run was; one that there was none of then was what it is by default."""
@@ -204,7 +208,8 @@ def grouped(outcomes: Sequence[Outcome], settings: Mapping[str, Setting]) -> lis
     """
     groups: dict[Any, list[Outcome]] = {}
     for outcome in outcomes:
-        groups.setdefault((data_key(outcome.target), outcome.found.get("likelihood")), []).append(outcome)
+        same_data = data_key(outcome.target, ("split", "augment"))
+        groups.setdefault((same_data, outcome.found.get("likelihood")), []).append(outcome)
     found = [group_of(group, settings) for group in groups.values()]
     return sorted(found, key=lambda group: not any(one.held for one in group.outcomes))
 
@@ -243,4 +248,6 @@ def _but_for_the_seed(outcome: Outcome, settings: Mapping[str, Setting]) -> str:
     """Return what runs have in common that differ in the seed alone; of plain ones anchors have no part in it."""
     anchors = [anchor.get("sha256") for anchor in outcome.anchors] if outcome.held else []
     options = [_option(outcome, key, settings) for key in settings if key != "seed"]
-    return json.dumps([outcome.kind, outcome.strength, anchors, options, outcome.run.document.get("steps")])
+    return json.dumps(
+        [outcome.kind, outcome.strength, anchors, outcome.target, options, outcome.run.document.get("steps")]
+    )

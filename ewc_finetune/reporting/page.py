@@ -15,6 +15,7 @@ from ewc_finetune.reporting.figure import Figure
 from ewc_finetune.reporting.measures import NOTHING, listed, short
 from ewc_finetune.reporting.outcome import Outcome
 from ewc_finetune.reporting.section import Section, Table, section_of
+from ewc_finetune.specs.query import without
 
 # By this a file is known for a report, which may be made anew.
 GENERATOR = "ewc-ft report"
@@ -40,14 +41,16 @@ class Part:
 def part_of(group: Group) -> Part:
     """Put together what the page says of runs that can be compared."""
     sections = [section_of(outcome, group) for outcome in group.outcomes]
-    likelihood = group.main.found.get("likelihood")
+    learned, likelihood = short(without(group.main.target, "augment")), group.main.found.get("likelihood")
+    learned += f" ({likelihood})" if likelihood not in _PLAIN else ""
     reading = []
     if group.best:
         reading.append("In bold: the best mean of what was kept and what was learned.")
     if len(group.old) > 1:
         reading.append(f"Kept is the mean over {listed([short(name) for name in group.old])}.")
     if group.other_old:
-        kept = listed([short(name) for name in group.old]) or "no old data"
+        probed = any(one.unchanged is not None for one in group.outcomes)
+        kept = listed([short(name) for name in group.old]) or ("the anchors' probes" if probed else "no old data")
         others = listed([short(name) for name in group.other_old])
         reading.append(f"Not all of the runs were scored on {others}, so what was kept is compared on {kept}.")
     if group.several_seeds:
@@ -60,7 +63,7 @@ def part_of(group: Group) -> Part:
     if not group.measure.rising:
         reading.append(f"Less {group.measure.name} is better.")
     return Part(
-        heading=f"Learning {short(group.main.target)}" + (f" ({likelihood})" if likelihood not in _PLAIN else ""),
+        heading=f"Learning {learned}",
         sentence=group.sentence,
         sections=sections,
         main=next(section for section in sections if section.outcome is group.main),
@@ -137,6 +140,8 @@ def _table(group: Group) -> Table:
     }
     if len({one.kind for one in group.outcomes if one.held}) > 1:
         columns["Penalty"] = lambda one: one.kind
+    if len({one.target for one in group.outcomes}) > 1:
+        columns["Data"] = lambda one: short(one.target)
     if len({str(one.start.get("architecture")) for one in group.outcomes}) > 1:
         columns["Model"] = lambda one: short(str(one.start.get("architecture") or NOTHING))
     if len(group.steps) > 1:

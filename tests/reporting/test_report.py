@@ -194,10 +194,11 @@ def test_the_plain_run_of_another_model_is_told(tmp_path):
     page = page_of(tmp_path / "all")
     assert "The plain run differs in the model that it started from too, beside the penalty." in page.pieces
     assert {"Model", "cnn", "mlp?hidden=256,128"} <= set(page.pieces)
-    write_plain(tmp_path / "all/plain.run", options={"model": "model.pt", "lr": 1.0})
+    write_plain(tmp_path / "all/plain.run", data="fmnist?augment=flip", options={"lr": 1.0})
     page = page_of(tmp_path / "all")
     assert "plain fine-tuning: 43.8%" in page.text
-    assert "The plain run differs in lr too, beside the penalty." in page.pieces
+    assert "The plain run differs in data, lr too, beside the penalty." in page.pieces
+    assert {"Data", "fmnist", "fmnist?augment=flip"} <= set(page.pieces)
 
 
 @pytest.mark.parametrize("anchors", [[], [anchor(strength=0.0)]])
