@@ -61,13 +61,14 @@ def data_key(spec: str, loose: Collection[str] = ("split",)) -> tuple[str, froze
     return address.head, frozenset(item for item in address.options.items() if item[0] not in loose)
 
 
-def without(text: str, name: str) -> str:
-    """Return an address without one of its options; what is no address as it is."""
+def without(text: str, *keys: str) -> str:
+    """Return an address without these options; what is no address as it is."""
     try:
         address = parse(text)
     except UsageError:
         return text
-    return str(Address(address.head, {key: value for key, value in address.options.items() if key != name}))
+    kept = {key: value for key, value in address.options.items() if key not in keys}
+    return text if kept == address.options else str(Address(address.head, kept))
 
 
 def in_file_name(text: str) -> str:
