@@ -39,6 +39,7 @@ from ewc_finetune.modules.devices import choose_device, random_state_kept
 from ewc_finetune.modules.modes import normalisation_layers
 from ewc_finetune.penalty.quadratic import spread_lambdas
 from ewc_finetune.progress import Progress
+from ewc_finetune.rehearsal.memory import Memory
 from ewc_finetune.rehearsal.options import is_probes
 from ewc_finetune.rehearsal.sources import resolve_sources
 from ewc_finetune.runs.idle import FINETUNE, say_idle
@@ -71,6 +72,7 @@ class Plan:
         output: The checkpoint to write.
         overwrite: Whether what is there may be replaced.
         earlier: The run to go on with.
+        answered: What is rehearsed, where the old model has answered it for another run of the same; empty otherwise.
     """
 
     options: FinetuneOptions
@@ -91,6 +93,7 @@ class Plan:
     output: Path | None
     overwrite: bool
     earlier: Run | None
+    answered: Sequence[Memory] = ()
 
     def identify(self) -> dict[str, Any]:
         """Return what the run is made from, by digests and sizes; to be asked before anything is done to it."""
