@@ -85,9 +85,8 @@ def check_named(context: click.Context, note: Callable[[str], None]) -> None:
         said = shlex.join(word for text in texts for word in (names[name], text))
         if not context.params["trust_code"]:
             raise UsageError(
-                f"{paths[name]} names code: {said}. A function or class runs with whatever stands there, and none is "
-                "run on the word of a file. Add --trust-code if you know and trust who wrote the file, or give "
-                f"{names[name]} yourself"
+                f"{paths[name]} names code: {said}. It would run as it stands there, and a file's word is not enough "
+                f"for that. Add --trust-code if you know and trust who wrote the file, or give {names[name]} yourself"
             )
         note(f"{paths[name]} names code, which runs: {said}")
 
