@@ -189,11 +189,7 @@ def _find(address: Address, trusted: bool, note: Callable[[str], None] | None = 
         return _torchvision(name)
     if head.startswith(TIMM):
         return _timm(name)
-    factory = (
-        find(head, "architecture", ArchitectureError)
-        if trusted
-        else find_own(head, "architecture", "--arch", ArchitectureError, note, only_classes=True)
-    )
+    factory = find(head, "architecture", ArchitectureError) if trusted else find_own(head, note)
     is_module_class = isinstance(factory, type) and issubclass(factory, nn.Module)
     if not is_module_class and not (trusted and callable(factory)):
         raise ArchitectureError(

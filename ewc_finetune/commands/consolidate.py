@@ -51,7 +51,7 @@ from ewc_finetune.rehearsal.held_out import LEAST
 from ewc_finetune.runs.idle import CONSOLIDATE, say_idle
 from ewc_finetune.specs.options import takes
 from ewc_finetune.specs.patterns import matching
-from ewc_finetune.specs.query import parse
+from ewc_finetune.specs.query import in_file_name, parse
 from ewc_finetune.storage.atomic import beside, check_output
 
 
@@ -329,9 +329,16 @@ def _name_of(domain: Domain) -> str:
     return Path(place).stem or kind if kind != "generate" else kind
 
 
-def default_output(model: str | Path) -> Path:
-    """Return where the anchor of a checkpoint goes: beside it, `model.pt` to `model.anchor.safetensors`."""
-    return beside(local_name(model), ".anchor.safetensors")
+def default_output(model: str | Path, data: str | Sequence[str]) -> Path:
+    """Return where the anchor of a checkpoint goes: beside it, `model.pt` to `model.anchor.safetensors`.
+
+    That of an anchor's own weights is named for the data too: `a.anchor.safetensors` to `a-digits.anchor.safetensors`.
+    """
+    place = local_name(model)
+    stem = place.name.removesuffix(".anchor.safetensors")
+    if stem != place.name:
+        place = place.with_name(f"{stem}-{in_file_name(data)}")
+    return beside(place, ".anchor.safetensors")
 
 
 def _identity(parameters: Mapping[str, torch.Tensor]) -> Fisher:

@@ -152,7 +152,8 @@ def _matched(plan: Plan, strengths: Sequence[float], undoing: contextlib.ExitSta
         frozen=known.frozen,
         likelihood=plan.likelihood.name,
     )
-    rehearsal = _rehearsal(plan, start, progress)
+    with random_state_kept(plan.device):  # so that training is the same, whether what is rehearsed was answered before
+        rehearsal = _rehearsal(plan, start, progress)
     measured: Sequence[Anchor] = anchors
     if rehearsal is not None:
         measured = rehearsal.measured
@@ -204,6 +205,7 @@ def _rehearsal(plan: Plan, start: LoadedModel, progress: Progress) -> Rehearsal 
         variations=options.rehearse_variations,
         likelihood=plan.likelihood,
         seed=options.seed,
+        answered=plan.answered,
     )
     least = min(rehearsal.each, *(memory.probe.samples for memory in rehearsal.memories))
     if plan.schedule.norm_stats == "update" and least < 2 and normalisation_layers(start.model):

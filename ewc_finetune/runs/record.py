@@ -212,6 +212,7 @@ _FOUND: dict[str, tuple[Check, str]] = {
     ),
     "data": (has(spec=is_text, size=_is_number, parts=_perhaps(list_of(_is_part))), "an object with a spec"),
     "new": (is_text, "the name of a domain"),
+    "likelihood": (is_text, "a text"),
     "eval": (_is_objects, "a list of objects"),
     "rehearsed": (_is_objects, "a list of objects"),
     "parameters": (_is_number, "a number"),
