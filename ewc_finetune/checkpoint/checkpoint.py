@@ -87,7 +87,11 @@ class ModelMetadata:
 
 _FIELDS: dict[str, Check] = {
     "architecture": nullable(is_text),
-    "input": lambda value: has(shape=optional(is_list))(value) and is_transform(value) and are_columns(value),
+    "input": lambda value: (
+        has(shape=optional(is_list), names=optional(nullable(is_object)))(value)
+        and is_transform(value)
+        and are_columns(value)
+    ),
     "classes": nullable(is_list),
     "lineage": list_of(is_object),
     "frozen": is_list,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -143,13 +144,37 @@ def find_input_spec(
             refusals.append(f"{'flattened' if input_spec.flat else 'as it is'}: {error}"[:200])
             continue
         return input_spec, tuple(outputs.shape[1:])
+    names = (recorded or {}).get("names") or {}
+    if names and (isinstance(sample, Tensor) or set(names) != set(sample)):
+        found = "a single tensor" if isinstance(sample, Tensor) else f"dictionaries of {', '.join(sample)}"
+        raise DataError(
+            f"{name}: its samples are {found}, and the model takes {', '.join(names)} by name. Of a file of arrays: "
+            f"inputs={','.join(names)}"
+        )
+    described = f"shape {_show(shape)}" if isinstance(sample, Tensor) else input_specs[0].describe()
     wanted = (recorded or {}).get("shape")
     if wanted and list(wanted) != list(shape):
-        raise DataError(f"{name}: samples have shape {_show(shape)}; the model takes {_show(wanted)}.{_advice(wanted)}")
-    described = f"shape {_show(shape)}" if isinstance(sample, Tensor) else input_specs[0].describe()
+        verb = "have" if isinstance(sample, Tensor) else "are"
+        raise DataError(f"{name}: samples {verb} {described}; the model takes {_show(wanted)}.{_advice(wanted)}")
     image = isinstance(sample, Tensor) and sample.ndim == 4
     hint = ". To convert images, add channels=1|3 or size=PIXELS behind the data's question mark" if image else ""
+    hint = (_needed(model) if isinstance(sample, Tensor) else "") or hint
     raise DataError(f"{name}: a sample of {described} does not go into the model ({'; '.join(refusals)}){hint}")
+
+
+def _needed(model: nn.Module) -> str:
+    """Say how several inputs are given, where the model needs more than one."""
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):  # a program's
+        return ""
+    needed = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    if len(needed) < 2:
+        return ""
+    return (
+        f". Its forward takes {', '.join(needed)}: give a dictionary by these names, of a file of arrays by "
+        f"npz:FILE?inputs={','.join(needed)}"
+    )
 
 
 def _transform_of(domain: Domain, sample: Tensor) -> tuple[Transform, bool]:

@@ -42,7 +42,7 @@ class DataOptions:
         offset: Add so much to every label, after `classes`, where the model numbers these classes after others.
         active: The model's outputs that count for this data, in the numbers that labels have then; all unless given.
         text: The column of the texts.
-        inputs: The array of the inputs.
+        inputs: The array of the inputs; several are a dictionary by their names.
         target: The column or array of the targets; several columns are joined by commas.
         labels: Names of the model's outputs, in their order, which labels are then numbered by.
         length: How many tokens to keep of each text, or to generate.
@@ -75,7 +75,7 @@ class DataOptions:
     offset: int = 0
     active: tuple[range, ...] | None = None
     text: str | None = None
-    inputs: str | None = None
+    inputs: tuple[str, ...] | None = None
     target: str | None = None
     labels: tuple[str, ...] | None = None
     length: int | None = None
@@ -287,7 +287,7 @@ _OF_TRANSFORM = ("size", "resize", "crop", "interpolation", "mean", "std")
 # Options of some kinds of data alone.
 _OWN: dict[str, tuple[Callable[[str], object], str]] = {
     "text": (str, "the name of a column"),
-    "inputs": (str, "the name of an array"),
+    "inputs": (read_names, "the name of an array, or of several such as image,mask; none empty, none twice"),
     "target": (str, "the name of a column or an array"),
     "labels": (read_names, "names in the order of the model's outputs such as cat,dog; none empty, none twice"),
     "length": (_positive, "a number of tokens, at least 1"),
