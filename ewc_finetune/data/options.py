@@ -41,7 +41,7 @@ class DataOptions:
         augment: What is done to images at random each time that they are trained on: `flip`, `crop`, `rand`.
         offset: Add so much to every label, after `classes`, where the model numbers these classes after others.
         active: The model's outputs that count for this data, in the numbers that labels have then; all unless given.
-        text: The column of the texts.
+        text: The column of the texts, or the two whose texts are pairs.
         inputs: The array of the inputs; several are a dictionary by their names.
         target: The column or array of the targets; several columns are joined by commas.
         labels: Names of the model's outputs, in their order, which labels are then numbered by.
@@ -74,7 +74,7 @@ class DataOptions:
     augment: tuple[str, ...] = ()
     offset: int = 0
     active: tuple[range, ...] | None = None
-    text: str | None = None
+    text: tuple[str, ...] | None = None
     inputs: tuple[str, ...] | None = None
     target: str | None = None
     labels: tuple[str, ...] | None = None
@@ -203,6 +203,13 @@ def _classes(text: str) -> tuple[range, ...]:
     return tuple(parts)
 
 
+def _one_or_two(text: str) -> tuple[str, ...]:
+    names = read_names(text)
+    if not 1 <= len(names) <= 2:
+        raise ValueError
+    return names
+
+
 def _whole(text: str) -> int:
     if not text.isdecimal() or len(text) > 18:  # what torch can hold
         raise ValueError
@@ -286,7 +293,7 @@ COMMON = tuple(_READERS)
 _OF_TRANSFORM = ("size", "resize", "crop", "interpolation", "mean", "std")
 # Options of some kinds of data alone.
 _OWN: dict[str, tuple[Callable[[str], object], str]] = {
-    "text": (str, "the name of a column"),
+    "text": (_one_or_two, "the name of a column, or of two whose texts are a pair such as question,answer"),
     "inputs": (read_names, "the name of an array, or of several such as image,mask; none empty, none twice"),
     "target": (str, "the name of a column or an array"),
     "labels": (read_names, "names in the order of the model's outputs such as cat,dog; none empty, none twice"),

@@ -17,7 +17,7 @@ from ewc_finetune.data.numbering import AS_LISTED, BY_NAME, number
 from ewc_finetune.data.options import DataOptions
 from ewc_finetune.data.table import Table
 from ewc_finetune.data.table_files import Frame, NoNumberError, is_number, read_table
-from ewc_finetune.data.texts import Texts
+from ewc_finetune.data.texts import Texts, as_texts
 from ewc_finetune.errors import DataError, UsageError, counted, suggest
 from ewc_finetune.specs.query import Address
 
@@ -50,13 +50,14 @@ def load_table(address: Address, place: str, split: Split, options: DataOptions)
     labels, classes = _targets(frame, targets, options)
     training, rows = _split_rows(frame, split, options, address)
     labels = None if labels is None else labels[torch.from_numpy(rows)]
-    text = options.text or next((name for name in TEXTS if name in names and name not in options.ignore), None)
+    texts = text_columns(options.text, [name for name in names if name not in options.ignore], str(address))
     samples: Texts | Table
-    if text is not None:
-        check_column(text, names, str(address), "text")
+    if texts:
         if options.encodes:
-            raise UsageError(f"{address}: its samples are texts ({text!r}), so no columns of it are made numbers")
-        samples = Texts(frame.columns[text].take(rows).to_pylist(), labels, options.length, options.pack)
+            said = " and ".join(map(repr, texts))
+            raise UsageError(f"{address}: its samples are texts ({said}), so no columns of it are made numbers")
+        columns = [frame.columns[name].take(rows).to_pylist() for name in texts]
+        samples = Texts(as_texts(columns), labels, options.length, options.pack)
     else:
         features = tuple(name for name in names if name not in (*targets, *options.ignore))
         if not features:
@@ -126,6 +127,14 @@ def target_columns(asked: str | None, columns: Sequence[str], where: str) -> lis
     for name in named:
         check_column(name, columns, where, "target")
     return named
+
+
+def text_columns(asked: tuple[str, ...] | None, columns: Sequence[str], where: str) -> tuple[str, ...]:
+    """Return the column of the texts, or the two of pairs: as named, else one that is usually called so, else none."""
+    names = asked or tuple(name for name in TEXTS if name in columns)[:1]
+    for name in names:
+        check_column(name, columns, where, "text")
+    return names
 
 
 def check_column(name: str, columns: Sequence[str], where: str, what: str) -> None:
