@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from ewc_finetune.choices import CURVATURE_DTYPES, CURVATURES, KNOWN_ESTIMATORS, LIKELIHOODS
-from ewc_finetune.data.columns import are_columns
+from ewc_finetune.data.columns import is_table_record
 from ewc_finetune.data.transform import is_transform
 from ewc_finetune.errors import AnchorError
 from ewc_finetune.storage.json_fields import (
@@ -163,12 +163,12 @@ _is_names = optional(nullable(object_of(_is_shape)))
 
 def _is_input(value: Any) -> bool:
     form = has(shape=optional(_is_shape), raw=optional(is_flag), names=_is_names)
-    return form(value) and is_transform(value) and are_columns(value)
+    return form(value) and is_transform(value) and is_table_record(value)
 
 
 def _is_layout(value: Any) -> bool:
     form = has(shape=_is_shape, flat=is_flag, bytes_to_unit=is_flag, raw=optional(is_flag), names=_is_names)
-    return form(value) and is_transform(value) and are_columns(value)
+    return form(value) and is_transform(value) and is_table_record(value)
 
 
 def _is_active(value: Any) -> bool:

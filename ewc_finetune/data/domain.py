@@ -47,6 +47,7 @@ class Domain:
         augment: What is done to its images at random each time that they are trained on.
         remarks: What a reader should know of how the samples were chosen.
         columns: What was done to the columns of a table; none for other data.
+        target_unit: What numbers to predict are divided by, where data or model say it.
         as_columns: Whether one label to a sample is given as `(n, 1)`, for a model with one real output.
     """
 
@@ -64,6 +65,7 @@ class Domain:
     augment: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
     columns: tuple[Column, ...] = ()
+    target_unit: float | None = None
     as_columns: bool = False
 
     @property

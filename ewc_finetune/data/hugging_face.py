@@ -15,7 +15,7 @@ from ewc_finetune.choices import Split
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.numbering import BY_DATASET
 from ewc_finetune.data.options import DataOptions
-from ewc_finetune.data.tables import TEXTS, labels_of, numbering_of, target_columns, text_columns
+from ewc_finetune.data.tables import TEXTS, in_unit, labels_of, numbering_of, target_columns, text_columns
 from ewc_finetune.data.texts import Texts, TextStream, as_texts
 from ewc_finetune.errors import DataError, UsageError, first_line
 from ewc_finetune.specs.query import Address
@@ -98,16 +98,18 @@ def of_rows(rows: Any, name: str, options: DataOptions, split: Split | None = No
     labels, names = labels_of(columns_of_targets, f"{name}: {', '.join(targets)}", options.labels)
     numbering = BY_DATASET if names is None and classes is not None else numbering_of(names, options)
     classes = names or classes
+    labels = in_unit(labels, classes, options, f"{name}: {', '.join(targets)}")
     if texts:
         samples = Texts(as_texts([rows[column] for column in texts]), labels, options.length, options.pack)
-        return Domain(name, samples, classes, labels, split, numbering=numbering)
+        return Domain(name, samples, classes, labels, split, numbering=numbering, target_unit=options.unit)
     image = next((column for column in _IMAGES if column in columns), None)
     if image is None:
         raise UsageError(
             f"{name}: which column has the texts? Name it with text=COLUMN, or text=A,B for pairs. It has "
             f"{', '.join(columns)}. A file of numbers and categories is table:FILE"
         )
-    return Domain(name, ImageColumn(rows[image], labels, options), classes, labels, split, numbering=numbering)
+    images = ImageColumn(rows[image], labels, options)
+    return Domain(name, images, classes, labels, split, numbering=numbering, target_unit=options.unit)
 
 
 def _by_name(labels: Sequence[Any], classes: Sequence[str], where: str) -> list[str]:

@@ -34,6 +34,7 @@ class InputSpec:
         transform: What is done to images as they come; what it says of their size is done before they are samples.
         raw: Whether samples are such images; others, which are somebody's inputs already, are not normalised again.
         columns: What was done to the columns of a table before they were samples; none for other data.
+        target_unit: What the numbers to predict were divided by, if by anything.
     """
 
     shape: tuple[int, ...]
@@ -43,6 +44,7 @@ class InputSpec:
     transform: Transform = field(default_factory=Transform)
     raw: bool = True
     columns: tuple[Column, ...] = ()
+    target_unit: float | None = None
 
     def present(self, samples: Inputs, dtype: torch.dtype) -> Inputs:
         """Turn a batch of samples into inputs of the model, floating-point ones in `dtype`."""
@@ -78,6 +80,8 @@ class InputSpec:
             document["names"] = {name: list(shape) for name, shape in self.names.items()}
         if self.columns:
             document["columns"] = [column.to_json() for column in self.columns]
+        if self.target_unit not in (None, 1):
+            document["target_unit"] = self.target_unit
         return document | self.transform.to_json() | ({} if self.raw else {"raw": False})
 
     @classmethod
@@ -92,6 +96,7 @@ class InputSpec:
             transform=Transform.read(document),
             raw=document.get("raw", True),
             columns=read_columns(document),
+            target_unit=document.get("target_unit"),
         )
 
 
@@ -118,16 +123,17 @@ def find_input_spec(
         DataError: if the sample goes into the model in neither way; the shapes are named.
     """
     sample, name = each(lambda tensor: tensor.to(device), domain.first()), domain.name
-    dtype = dtype_of(model)
+    dtype, unit = dtype_of(model), domain.target_unit
     refusals = []
     if isinstance(sample, Tensor):
         shape, as_bytes = tuple(sample.shape[1:]), sample.dtype == torch.uint8
         transform, raw = _transform_of(domain, sample)
         ways = (False, True) if len(shape) > 1 else (False,)
-        input_specs = [InputSpec(shape, flat, as_bytes, None, transform, raw, domain.columns) for flat in ways]
+        input_specs = [InputSpec(shape, flat, as_bytes, None, transform, raw, domain.columns, unit) for flat in ways]
     else:
         shape = ()
-        input_specs = [InputSpec((), False, False, {key: tuple(tensor.shape[1:]) for key, tensor in sample.items()})]
+        shapes = {key: tuple(tensor.shape[1:]) for key, tensor in sample.items()}
+        input_specs = [InputSpec((), False, False, shapes, target_unit=unit)]
     for input_spec in input_specs:
         try:
             with evaluating(model), unchanged(model), torch.no_grad(), random_state_kept(device):

@@ -58,7 +58,7 @@ class DataOptions:
         missing: What stands for numbers that are missing in a table: one number, or the `mean` of each column.
         standardise: Whether columns of numbers are standardised; as the model's own were unless given.
         unseen: `zeros`: a category that the training data did not have is none of them. It is refused otherwise.
-        unit: What a table's targets are divided by.
+        unit: What numbers to predict are divided by; as the model's own were unless given.
         decimal: `comma` where 1,5 is a number of a table, and not 1.5.
         test: The share of a table's rows that is held out as its test split.
     """

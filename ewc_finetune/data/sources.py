@@ -231,6 +231,7 @@ _OF_TABLES = (
     *("text", "target", "labels", "length", "pack", "header", "ignore"),
     *("onehot", "missing", "standardise", "unseen", "unit", "decimal", "test", "seed"),
 )
+_OF_DATASETS = ("config", "revision", "stream")
 # Kinds of data that have a place behind a colon, each with its own options.
 _PLACES: dict[str, tuple[Callable[[Address, str, Split, DataOptions], Domain], tuple[str, ...]]] = {
     "imagefolder": (load_image_folder, ("labels",)),
@@ -238,7 +239,7 @@ _PLACES: dict[str, tuple[Callable[[Address, str, Split, DataOptions], Domain], t
     "npz": (load_npz, ("inputs", "target", "labels")),
     "table": (load_table, _OF_TABLES),
     "csv": (load_table, _OF_TABLES),
-    "hf": (load_hugging_face, ("text", "target", "labels", "length", "pack", "config", "revision", "stream")),
+    "hf": (load_hugging_face, ("text", "target", "labels", "length", "pack", "unit", *_OF_DATASETS)),
     "text": (load_text, ("length", "pack")),
     "generate": (load_generated, ("length", "prompts", "seed")),
 }

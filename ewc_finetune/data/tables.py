@@ -16,7 +16,7 @@ from ewc_finetune.data.encoding import Rows
 from ewc_finetune.data.numbering import AS_LISTED, BY_NAME, number
 from ewc_finetune.data.options import DataOptions
 from ewc_finetune.data.table import Table
-from ewc_finetune.data.table_files import Frame, NoNumberError, is_number, read_table
+from ewc_finetune.data.table_files import Frame, NoNumberError, is_number, is_with_comma, read_table
 from ewc_finetune.data.texts import Texts, as_texts
 from ewc_finetune.errors import DataError, UsageError, counted, suggest
 from ewc_finetune.specs.query import Address
@@ -64,7 +64,8 @@ def load_table(address: Address, place: str, split: Split, options: DataOptions)
             raise DataError(f"{path} has no column beside the target")
         samples = Table(frame, features, options, training, rows, labels)
     own = None if options.test is None else split
-    return Domain(str(address), samples, classes, labels, own, numbering=numbering_of(classes, options))
+    numbering = numbering_of(classes, options)
+    return Domain(str(address), samples, classes, labels, own, numbering=numbering, target_unit=options.unit)
 
 
 def _split_rows(frame: Frame, split: Split, options: DataOptions, address: Address) -> tuple[Rows, Rows]:
@@ -99,11 +100,20 @@ def _targets(
         _check_numbers(frame, name)
     columns = [frame.columns[name].to_pylist() for name in targets]
     labels, classes = labels_of(columns, f"{frame.path}: {', '.join(targets)}", options.labels)
+    return in_unit(labels, classes, options, f"{frame.path}: {', '.join(targets)}"), classes
+
+
+def in_unit(labels: Tensor | None, classes: tuple[str, ...] | None, options: DataOptions, where: str) -> Tensor | None:
+    """Divide numbers to predict by what the spec says, if it does.
+
+    Raises:
+        UsageError: if they are names of classes.
+    """
     if options.unit is None or labels is None:
-        return labels, classes
+        return labels
     if classes is not None:
-        raise UsageError(f"{frame.path}: unit= is of numbers to predict, and the target {targets[0]!r} has names")
-    return labels / options.unit, None
+        raise UsageError(f"{where}: unit= is of numbers to predict, and the target has names of classes")
+    return labels / options.unit
 
 
 def _check_numbers(frame: Frame, name: str) -> None:
@@ -112,12 +122,17 @@ def _check_numbers(frame: Frame, name: str) -> None:
         frame.numbers(name)
     except NoNumberError as error:
         values = frame.texts(name).to_pylist()
-        others = len(values) - sum(map(is_number, values))
-        if 2 * others < len(values):
+        others = [value for value in values if not is_number(value)]
+        start = f"{frame.path}, {frame.where(error.row)}: the target {name!r} is {error.value!r}"
+        if others and all(map(is_with_comma, others)):
             raise DataError(
-                f"{frame.path}, {frame.where(error.row)}: the target {name!r} is {error.value!r}, and most of its "
-                f"values are numbers ({counted(others, 'value')} of {len(values):,} are not). Leave such rows out; if "
-                "they are names of classes, labels= names all of them"
+                f"{start}. If a comma is the decimal point, say decimal=comma; those between thousands have to go; if "
+                "such values are names of classes, labels= names all of them"
+            ) from None
+        if 2 * len(others) < len(values):
+            raise DataError(
+                f"{start}, and most of its values are numbers ({counted(len(others), 'value')} of {len(values):,} are "
+                "not). Leave such rows out; if they are names of classes, labels= names all of them"
             ) from None
 
 

@@ -17,8 +17,9 @@ from ewc_finetune.data.hugging_face import ImageColumn
 from ewc_finetune.data.images import ImageFiles
 from ewc_finetune.data.input_spec import InputSpec
 from ewc_finetune.data.preprocessing import preprocessed
-from ewc_finetune.data.relabelling import numbered_as
+from ewc_finetune.data.relabelling import numbered_as, relabelled
 from ewc_finetune.data.table import Table
+from ewc_finetune.data.texts import Texts
 from ewc_finetune.data.transform import Assumption, Transform
 from ewc_finetune.errors import UsageError, few
 from ewc_finetune.progress import Progress
@@ -41,7 +42,7 @@ def presented(domain: Domain, loaded: LoadedModel, progress: Progress) -> Domain
         DataError: see `preprocessed` and `numbered_as`.
         UsageError: if the data says what the model's own image processor says.
     """
-    domain = numbered_as(domain, loaded.metadata.classes)
+    domain = _in_unit(numbered_as(domain, loaded.metadata.classes), loaded, progress)
     if isinstance(domain.samples, Table):
         return as_inputs(domain, loaded, progress)
     encoded = preprocessed(domain, loaded.task, loaded.model, loaded.label)
@@ -60,6 +61,31 @@ def presented(domain: Domain, loaded: LoadedModel, progress: Progress) -> Domain
     alike = assumption.transform.mean is not None and own.get("bytes_to_unit") is False and own.get("raw", True)
     domain = replace(domain, assumed=assumption, unit=domain.unit or (alike and domain.transform is not None))
     return _reshaped(domain, assumption, progress)
+
+
+def _in_unit(domain: Domain, loaded: LoadedModel, progress: Progress) -> Domain:
+    """Return a domain whose numbers to predict are divided as the model's own were, unless its data says by what."""
+    recorded = loaded.metadata.input.get("target_unit")
+    if recorded is None:
+        return domain
+    if domain.target_unit is not None:
+        if domain.target_unit != recorded:
+            progress.note(
+                f"{domain.name}: its targets are divided by {domain.target_unit:,g}; the model's own were by "
+                f"{recorded:,g}"
+            )
+        return domain
+    domain = replace(domain, target_unit=recorded)
+    if domain.labels is None or domain.classes is not None:
+        return domain
+    # What comes from no spec, or as arrays, is somebody's targets already, like his inputs.
+    if domain.transform is None or not isinstance(domain.samples, (Table, Texts, ImageColumn)):
+        progress.note(f"{domain.name}: its targets stay as they are; the model's own were divided by {recorded:,g}")
+        return domain
+    progress.note(
+        f"{domain.name}: its targets are divided by {recorded:,g}, as the model's own were; unit= says another"
+    )
+    return relabelled(domain, domain.labels / recorded, None)
 
 
 def as_inputs(domain: Domain, loaded: LoadedModel, progress: Progress) -> Domain:
