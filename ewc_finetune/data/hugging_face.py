@@ -90,8 +90,9 @@ def of_rows(rows: Any, name: str, options: DataOptions, split: Split | None = No
             raise UsageError(f"{name}: a stream is of texts, with one target at most; name the column with text=")
         if options.labels is not None:
             raise UsageError(f"{name}: the labels of a stream are not known beforehand; leave stream=1 or labels= out")
-        stream = TextStream(rows, texts, targets[0] if targets else None, length=options.length)
-        return Domain(name, stream, classes, split=split)
+        target = targets[0] if targets else None
+        stream = TextStream(rows, texts, target, length=options.length, unit=options.unit)
+        return Domain(name, stream, classes, split=split, target_unit=options.unit)
     columns_of_targets = [rows[column] for column in targets]
     if options.labels is not None and classes is not None:
         columns_of_targets = [_by_name(columns_of_targets[0], classes, f"{name}: {targets[0]}")]

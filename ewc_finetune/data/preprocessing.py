@@ -111,10 +111,14 @@ def _of_texts(
         if task.likelihood == "gaussian" and domain.labels is not None and domain.labels.ndim == 1:
             domain = replace(domain, labels=domain.labels.float()[:, None])
 
-        encode = _encode_pairs if samples.paired else _encode_texts
+        paired, told = samples.paired, _is_told_types(model)
 
         def classified(parts: list[tuple[Any, Tensor | None]]) -> Any:
-            inputs = encode(tokenizer, model, filler, [text for text, _ in parts], length)
+            chosen = [text for text, _ in parts]
+            if paired:
+                inputs = _encode_pairs(tokenizer, chosen, length, filler, told)
+            else:
+                inputs = _padded(filler, _encode(tokenizer, chosen, length))
             return inputs, _labels([label for _, label in parts], task)
 
         return replace(domain, collate=classified)
@@ -149,19 +153,20 @@ def _encode(tokenizer: Any, texts: Sequence[str], length: int) -> list[list[int]
     return ids
 
 
-def _encode_texts(tokenizer: Any, model: Any, filler: int, texts: Sequence[str], length: int) -> dict[str, Tensor]:
-    return _padded(filler, _encode(tokenizer, texts, length))
+def _is_told_types(model: Any) -> bool:
+    """Whether a model is told of each token which text of a pair it is of."""
+    takes = "token_type_ids" in inspect.signature(model.forward).parameters
+    return takes and getattr(model.config, "type_vocab_size", 2) > 1
 
 
 def _encode_pairs(
-    tokenizer: Any, model: Any, filler: int, pairs: Sequence[tuple[str, str]], length: int
+    tokenizer: Any, pairs: Sequence[tuple[str, str]], length: int, filler: int, told: bool
 ) -> dict[str, Tensor]:
-    """Return pairs as one sequence of tokens each; which text a token is of, for models that are told so."""
+    """Return each pair as one sequence of tokens, with the text that each is of where the model is told."""
     first, second = (list(texts) for texts in zip(*pairs, strict=True))
     encoded = tokenizer(first, second, truncation="longest_first", max_length=length)
     inputs = _padded(filler, encoded["input_ids"])
-    told = "token_type_ids" in encoded and "token_type_ids" in inspect.signature(model.forward).parameters
-    if told and getattr(model.config, "type_vocab_size", 2) > 1:
+    if told and "token_type_ids" in encoded:
         inputs["token_type_ids"] = _padded(0, encoded["token_type_ids"])["input_ids"]
     return inputs
 

@@ -56,13 +56,14 @@ class Texts(Dataset[Any]):
 
 @dataclass
 class TextStream(IterableDataset[Any]):
-    """Texts in the order in which they come, from the start each time; see `Texts`."""
+    """Texts in the order in which they come, from the start each time; see `Texts`. Targets are divided by `unit`."""
 
     rows: Iterable[Mapping[str, Any]]
     columns: tuple[str, ...]
     target: str | None
     limit: int | None = None
     length: int | None = None
+    unit: float | None = None
 
     @property
     def paired(self) -> bool:
@@ -75,7 +76,8 @@ class TextStream(IterableDataset[Any]):
                 return
             values = tuple(row[column] for column in self.columns)
             text = _text(values if self.paired else values[0], number)
-            yield text, None if self.target is None else torch.as_tensor(row[self.target])
+            label = None if self.target is None else torch.as_tensor(row[self.target])
+            yield text, label if label is None or self.unit is None else label / self.unit
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import cast
 
 import torch
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from ewc_finetune.anchor.anchor import Anchor
@@ -19,7 +20,7 @@ from ewc_finetune.data.input_spec import InputSpec
 from ewc_finetune.data.preprocessing import preprocessed
 from ewc_finetune.data.relabelling import numbered_as, relabelled
 from ewc_finetune.data.table import Table
-from ewc_finetune.data.texts import Texts
+from ewc_finetune.data.texts import Texts, TextStream
 from ewc_finetune.data.transform import Assumption, Transform
 from ewc_finetune.errors import UsageError, few
 from ewc_finetune.progress import Progress
@@ -75,17 +76,19 @@ def _in_unit(domain: Domain, loaded: LoadedModel, progress: Progress) -> Domain:
                 f"{recorded:,g}"
             )
         return domain
-    domain = replace(domain, target_unit=recorded)
-    if domain.labels is None or domain.classes is not None:
+    domain, samples = replace(domain, target_unit=recorded), domain.samples
+    if domain.classes is not None or not (isinstance(samples, TextStream) or domain.labels is not None):
         return domain
     # What comes from no spec, or as arrays, is somebody's targets already, like his inputs.
-    if domain.transform is None or not isinstance(domain.samples, (Table, Texts, ImageColumn)):
+    if domain.transform is None or not isinstance(samples, (Table, Texts, TextStream, ImageColumn)):
         progress.note(f"{domain.name}: its targets stay as they are; the model's own were divided by {recorded:,g}")
         return domain
     progress.note(
         f"{domain.name}: its targets are divided by {recorded:,g}, as the model's own were; unit= says another"
     )
-    return relabelled(domain, domain.labels / recorded, None)
+    if isinstance(samples, TextStream):
+        return replace(domain, samples=replace(samples, unit=recorded))
+    return relabelled(domain, cast("Tensor", domain.labels) / recorded, None)
 
 
 def as_inputs(domain: Domain, loaded: LoadedModel, progress: Progress) -> Domain:
@@ -182,7 +185,12 @@ def say_anchors(anchors: Sequence[Anchor], input_spec: InputSpec, progress: Prog
     """Say which anchors are of images or columns with other numbers than go in now: of another function, that is."""
     for anchor in anchors:
         theirs = anchor.provenance.input
-        columns = read_columns(theirs)
+        columns, unit = read_columns(theirs), theirs.get("target_unit") or 1
+        if theirs and unit != (input_spec.target_unit or 1):
+            progress.note(
+                f"{anchor.label} was made with targets divided by {unit:,g}, and here they are divided by "
+                f"{input_spec.target_unit or 1:,g}: its curvature is of another function"
+            )
         if columns and input_spec.columns and columns != input_spec.columns:
             progress.note(
                 f"{anchor.label} was made with other columns, or by other numbers of theirs: its curvature is of "

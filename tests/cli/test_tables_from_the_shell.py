@@ -229,7 +229,15 @@ def test_the_unit_of_targets_stays_with_the_model(ewc_ft, tmp_path):
     notes = ewc_ft("consolidate", "m.pt", "--data", plain).stderr
     assert f"{plain}: its targets are divided by 100,000, as the model's own were; unit= says another" in notes
     held = ("finetune", "--anchors", "m.anchor.safetensors", "--data", plain, "-o", "n.pt", *training)
-    assert "deviate" not in ewc_ft(*held).stderr
+    said_then = ewc_ft(*held).stderr
+    assert "deviate" not in said_then
+    assert "another function" not in said_then
+    held = (*held[:4], "table:t.csv?target=price&unit=10000", *held[5:])
+    assert (
+        "m.anchor.safetensors was made with targets divided by 100,000, and here they are divided by 10,000: its "
+        "curvature is of another function" in ewc_ft(*held, "--overwrite").stderr
+    )
+    ewc_ft(*held[:4], plain, *held[5:])
     thousands = "table:k.csv?target=price&unit=100"
     result = ewc_ft("evaluate", "n.pt", "--data", said, "--data", plain, "--data", thousands, "--json")
     as_said, as_recorded, otherwise = (score["loss"] for score in json.loads(result.stdout)["scores"])
@@ -249,16 +257,21 @@ def test_the_unit_of_targets_stays_with_the_model(ewc_ft, tmp_path):
 
 
 def test_numbers_of_texts_have_a_unit_too(tmp_path):
-    (tmp_path / "n.csv").write_text("text,label\nw1 w2,50\nw3,-10\nw4,22.5\n")
+    rows = [("w1 w2", 50), ("w3", -10), ("w4", 22.5)]
+    (tmp_path / "n.csv").write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
+    lines = (json.dumps({"text": text, "label": float(label)}) for text, label in rows)
+    (tmp_path / "n.jsonl").write_text("\n".join(lines))
     one = saved(bert(id2label={0: "LABEL_0"}, label2id={"LABEL_0": 0}), tmp_path / "one")
     anchors = [
-        ewc.consolidate(one, f"{kind}:{tmp_path / 'n.csv'}?unit=10", estimator="empirical") for kind in ("hf", "table")
+        ewc.consolidate(one, f"{data}?unit=10", estimator="empirical")
+        for data in (f"hf:{tmp_path / 'n.jsonl'}", f"table:{tmp_path / 'n.csv'}")
     ]
     assert [anchor.provenance.input["target_unit"] for anchor in anchors] == [10, 10]
-    data = f"hf:{tmp_path / 'n.csv'}"
-    done = ewc.finetune(one, data, anchors=anchors[0], epochs=0, eval_on=[data])
-    said = ewc.evaluate(one, f"{data}?unit=10")
-    assert done.before[0].loss == pytest.approx(said[0].loss)
+    assert len({anchor.provenance.data["fingerprint"] for anchor in anchors}) == 1
+    data = f"hf:{tmp_path / 'n.jsonl'}"
+    done = ewc.finetune(one, data, anchors=anchors[0], epochs=0, eval_on=[data, f"{data}?stream=1"])
+    said = ewc.evaluate(one, [f"{data}?unit=10", f"{data}?unit=10&stream=1"])
+    assert [score.loss for score in (*done.before, *said)] == [pytest.approx(said[0].loss)] * 4
 
 
 def test_classes_that_are_written_with_decimals_are_remarked_on(ewc_ft, tmp_path):
