@@ -121,6 +121,7 @@ def _choose(
         raise UsageError(f"{address}: there is no array {asked!r} for the {what}. {suggest(asked, names)}")
     if needed:
         raise UsageError(
-            f"{address}: which array are the {what}? Name it with {what}=NAME. It has {', '.join(names) or 'none'}"
+            f"{address}: which array are the {what}? Name it with {what}=NAME, or several that go in by name with "
+            f"{what}=A,B. It has {', '.join(names) or 'none'}"
         )
     return None

@@ -103,8 +103,8 @@ def _say_targets(domain: Domain, likelihood: Likelihood, asked: bool, progress: 
     labels = domain.labels.double()
     deviation = float(labels.std(correction=0))
     if deviation > _LARGE_DEVIATION:
-        unit = 10 ** round(math.log10(deviation))
-        way = f"unit={unit} divides by that, and is kept with the model"
+        unit = 10 ** round(math.log10(deviation)) * (domain.target_unit or 1)
+        way = f"unit={unit:.15g} divides by that, and is kept with the model"
         progress.note(
             f"warning: {domain.name}: its targets deviate by {deviation:,.0f} from their mean, where learning rate and "
             "lambda are meant for about 1. Train on them in a larger unit: "

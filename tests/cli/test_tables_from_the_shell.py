@@ -215,6 +215,9 @@ def test_targets_of_another_size_are_remarked_on(ewc_ft, tmp_path):
     said = ewc_ft(*finetune, "--data", "table:t.csv?target=price", "-o", "m.pt").stderr
     assert "its targets deviate by 61,283 from their mean" in said
     assert "unit=100000 divides by that, and is kept with the model" in said
+    said = ewc_ft(*finetune, "--data", "table:t.csv?target=price&unit=1000", "-o", "m.pt").stderr
+    assert "its targets deviate by 61 from their mean" in said
+    assert "unit=100000 divides by that" in said
     assert "deviate" not in ewc_ft(*finetune, "--data", "table:t.csv?target=price&unit=100000", "-o", "m.pt").stderr
 
 
