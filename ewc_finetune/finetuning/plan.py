@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ewc_finetune.anchor.anchor import Anchor
-from ewc_finetune.checkpoint.architecture import FORMS, looks_like_architecture, torchvision_meant
+from ewc_finetune.checkpoint.architecture import BUILTIN, FORMS, looks_like_architecture, torchvision_meant
 from ewc_finetune.checkpoint.formats.from_anchor import FromAnchor
 from ewc_finetune.checkpoint.location import is_there
 from ewc_finetune.checkpoint.open import LoadedModel, open_checkpoint, open_fresh, open_model
@@ -230,7 +230,8 @@ def _open_start(
         )
     if architecture is not None:
         raise UsageError(f"--model {model} is an architecture already; --arch says what a checkpoint file holds")
-    return open_fresh(str(model), _sample_shape(domains[0]), _count_outputs(options, domains), options.seed), True
+    shape, outputs = _sample_shape(domains[0], str(model)), _count_outputs(options, domains)
+    return open_fresh(str(model), shape, outputs, options.seed), True
 
 
 def _count_outputs(options: FinetuneOptions, domains: Sequence[Domain]) -> int:
@@ -244,11 +245,16 @@ def _count_outputs(options: FinetuneOptions, domains: Sequence[Domain]) -> int:
     return max(*outputs, len(names_together(domains) or ()))
 
 
-def _sample_shape(domain: Domain) -> tuple[int, ...]:
+def _sample_shape(domain: Domain, architecture: str) -> tuple[int, ...]:
     sample = domain.first()
-    if not isinstance(sample, torch.Tensor):
-        raise UsageError(f"{domain.name} has dictionaries of tensors; build the model and pass it as a module")
-    return tuple(sample.shape[1:])
+    if isinstance(sample, torch.Tensor):
+        return tuple(sample.shape[1:])
+    if architecture.partition("?")[0] in BUILTIN:
+        raise UsageError(
+            f"{domain.name} has several inputs ({', '.join(sample)}), and {architecture.partition('?')[0]} takes one; "
+            "name a module of your own that takes them: --model package.module:Class"
+        )
+    return ()
 
 
 def _likelihood_of(asked: LikelihoodName | None, anchors: Sequence[Anchor], start: LoadedModel, domain: Domain) -> str:
