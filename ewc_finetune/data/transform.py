@@ -143,7 +143,10 @@ def _resized(images: Tensor, size: tuple[int, int], interpolation: str) -> Tenso
     from torchvision.transforms.v2 import functional as image_ops
 
     if images.dtype != torch.uint8:
-        return image_ops.resize(images, list(size), interpolation=InterpolationMode(interpolation), antialias=True)
+        whole: Tensor = image_ops.resize(
+            images, list(size), interpolation=InterpolationMode(interpolation), antialias=True
+        )
+        return whole
     filtered = Image.Resampling[interpolation.upper()]
     planes = images.reshape(-1, *images.shape[-2:]).cpu().numpy()
     resized = [np.asarray(Image.fromarray(plane).resize(size[::-1], filtered)) for plane in planes]
