@@ -21,7 +21,7 @@ from ewc_finetune.anchor.anchor import Anchor, validate
 from ewc_finetune.anchor.half_precision import rounded
 from ewc_finetune.anchor.probe_tensors import Probe
 from ewc_finetune.anchor.provenance import Provenance
-from ewc_finetune.checkpoint.architecture import builds_by_itself
+from ewc_finetune.checkpoint.architecture import as_option, builds_by_itself
 from ewc_finetune.checkpoint.checkpoint import FROZEN
 from ewc_finetune.checkpoint.location import local_name
 from ewc_finetune.checkpoint.open import LoadedModel, open_model
@@ -136,7 +136,7 @@ def plan(options: ConsolidateOptions, opened: LoadedModel | None = None) -> Cons
     if not isinstance(model, nn.Module) and architecture is not None and not builds_by_itself(architecture):
         progress.note(
             f"{architecture} is no subclass of torch.nn.Module in a module of your own, and a file may name nothing "
-            "else: give --arch again with the anchor"
+            f"else, so say it with the anchor too: {as_option(architecture)}"
         )
     if options.samples == "auto" and not domains[0].indexable:
         progress.note(f"{domains[0].name} comes in an order of its own, in which --samples auto takes it")

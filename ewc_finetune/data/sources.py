@@ -64,6 +64,11 @@ def load_domain(spec: str, default_split: Split, data_dir: str | Path | None = N
             near = {"npz": "npz", "txt": "text", "jsonl": "hf", "json": "hf"}.get(ending)
             near = "table" if f".{ending}" in TABLES else near or "text"
             raise UsageError(f"{spec} is a file; say of what kind it is: {near}:{spec}")
+        if Path(spec).is_dir():
+            raise UsageError(
+                f"{spec} is a folder; say of what kind it is: images:{spec} has images without labels, "
+                f"imagefolder:{spec} a folder of them for each class, and hf:{spec} a dataset"
+            )
         raise UsageError(f"{spec}: no data is called {kind!r}. {suggest(kind, [*_IN_MEMORY, *forms, _FUNCTION])}")
     split: Split = options.split or default_split
     folder = Path(data_dir or os.environ.get(ENVIRONMENT) or Path.home() / ".cache" / "ewc-finetune" / "data")

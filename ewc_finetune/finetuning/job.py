@@ -24,7 +24,7 @@ from ewc_finetune.errors import DataError, UsageError
 from ewc_finetune.evaluation.bound_domain import BoundDomain, bind
 from ewc_finetune.evaluation.chance import say_numbering
 from ewc_finetune.evaluation.presenting import presented, presented_together, say_anchors
-from ewc_finetune.finetuning.head import class_names, give_head, head_names
+from ewc_finetune.finetuning.head import class_names, give_head, head_names, say_many_outputs
 from ewc_finetune.finetuning.notes import say
 from ewc_finetune.finetuning.plan import Plan
 from ewc_finetune.likelihood.objective import Loss, balanced
@@ -130,6 +130,8 @@ def _matched(plan: Plan, strengths: Sequence[float], undoing: contextlib.ExitSta
     with random_state_kept(plan.device):
         if new.domain.indexable and plan.schedule.epochs and not new.domain.labelled:
             raise DataError(f"{new.domain.name} has no labels, and fine-tuning needs them")
+    if options.head == "shared" and not plan.fresh and not known.classes:
+        say_many_outputs(domain, new.outputs, progress)
     loss = _loss(plan, new)
     say_anchors(anchors, new.input_spec, progress)
     names = class_names(headed.metadata if options.head == "expand" else known, domain, options.head)

@@ -106,10 +106,9 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise StorageError(
-            f"{path.parent} is no run folder: there is no {path.name} in it. Name the folder that finetune wrote, "
-            "NAME.run"
-        ) from error
+        folder = path.parent
+        found = f"is no run folder: there is no {path.name} in it" if folder.is_dir() else "is not there"
+        raise StorageError(f"{folder} {found}. Name the folder that finetune wrote, NAME.run") from error
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise StorageError(f"cannot read {path}: {reason}") from error

@@ -19,11 +19,6 @@ from pathlib import Path
 
 from ewc_finetune.errors import ArchitectureError, EwcError
 
-_REMEDY = (
-    "Run ewc-ft in the folder that holds it, put that folder into PYTHONPATH, or, if you trust it, name it yourself "
-    "with --arch"
-)
-
 
 def find(head: str, what: str, error: type[EwcError]) -> object:
     """Import `package.module:name` and return what has that name.
@@ -51,13 +46,14 @@ def find(head: str, what: str, error: type[EwcError]) -> object:
     return value
 
 
-def find_own(head: str, note: Callable[[str], None] | None) -> object:
+def find_own(head: str, option: str, note: Callable[[str], None] | None) -> object:
     """Import the class `package.module:name` that a file names as an architecture, if it is the user's own.
 
     Nothing is imported before that is known, and what is imported is said first.
 
     Args:
         head: The name.
+        option: What names it on the command line.
         note: Told what is imported.
 
     Raises:
@@ -65,13 +61,17 @@ def find_own(head: str, note: Callable[[str], None] | None) -> object:
     """
     module, _, name = head.partition(":")
     named, file = f"a file names {head} as the architecture", own_source(module)
+    remedy = (
+        "Run ewc-ft in the folder that holds it, put that folder into PYTHONPATH, or, if you trust it, name it "
+        f"yourself with {option}"
+    )
     if file is None:
         raise ArchitectureError(
             f"{named}, and there is no such module of your own: a file may name none of Python's or of installed "
-            f"packages, so it was not imported. {_REMEDY}"
+            f"packages, so it was not imported. {remedy}"
         )
     if not _has_class(file, name.partition(".")[0]):
-        raise ArchitectureError(f"{named}, and no such class is seen in {file}, so it was not imported. {_REMEDY}")
+        raise ArchitectureError(f"{named}, and no such class is seen in {file}, so it was not imported. {remedy}")
     if module in sys.modules and _file_of(module) != file:
         raise ArchitectureError(f"{named}, and another module is called {module} already")
     if note is not None:
@@ -81,7 +81,7 @@ def find_own(head: str, note: Callable[[str], None] | None) -> object:
         home = getattr(value, "__module__", None)
         raise ArchitectureError(
             f"{named}, which {file} has from {home or 'elsewhere'}; a file may only name what is defined in a module "
-            f"of your own. {_REMEDY}"
+            f"of your own. {remedy}"
         )
     return value
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ewc_finetune.checkpoint.architecture import build
+from ewc_finetune.checkpoint.architecture import as_option, build
 from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.formats.state_dict import save_state_dict
 from ewc_finetune.errors import ArchitectureError
@@ -165,3 +166,55 @@ def test_python_path_counts_and_what_is_linked_into_the_installed_packages_does_
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", script], check=False, env=environment, capture_output=True, text=True)
     assert done.stdout == "Net\nTrue\nNet\n", done.stderr
+
+
+FACTORY = "mine_made:Net.from_name?width=8&name=it's"
+
+
+@pytest.fixture
+def made(ewc_ft, folder):
+    """A checkpoint, a model and an anchor whose architecture, a class method, was named on the command line."""
+    (folder / "mine_made.py").write_text(
+        "from torch import nn\nclass Net(nn.Sequential):\n"
+        "    @classmethod\n    def from_name(cls, width, num_classes=10, name=''):\n"
+        "        return cls(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, num_classes))\n"
+    )
+    torch.save(build(FACTORY, trusted=True).state_dict(), "bare.pt")
+    said = ewc_ft("consolidate", "bare.pt", "--arch", FACTORY, "--data", DATA, "-o", "a.safetensors").stderr
+    assert f"so say it with the anchor too: --arch {shlex.quote(FACTORY)}\n" in said
+    ewc_ft("finetune", "--anchors", "a.safetensors", "--arch", FACTORY, "--data", DATA, "--epochs", 0, "-o", "m.pt")
+    yield ewc_ft
+    sys.modules.pop("mine_made", None)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"finetune --anchors a.safetensors --data {DATA} --epochs 0 -o n.pt",
+        f"finetune --model m.pt --data {DATA} --epochs 0 -o n.pt",
+        f"evaluate m.pt --data {DATA}",
+        f"evaluate a.safetensors --data {DATA}",
+        f"consolidate m.pt --data {DATA} -o b.safetensors",
+        f"mend m.pt --anchors a.safetensors --data {DATA} --ratio 0.5 -o n.pt",
+        "merge a.safetensors a.safetensors -o b.safetensors --checkpoint n.pt",
+    ],
+)
+def test_where_a_file_names_a_factory_the_option_to_copy_is_offered_and_works(command, made):
+    said = made(*command.split(), expect=1).stderr
+    option = f"name it yourself with --arch {shlex.quote(FACTORY)}"
+    assert "a file may name nothing else. If you trust it" in said
+    assert option in said
+    made(*command.split(), *shlex.split(option.partition("with ")[2]))
+
+
+def test_inspect_shows_the_option_to_copy(made):
+    assert f"--arch {shlex.quote(FACTORY)}" in made("inspect", "m.pt").output
+
+
+def test_no_part_of_python_is_offered_to_be_copied(folder):
+    assert as_option("os:system?command=touch+exploded") == as_option("importlib.util:find_spec") == "--arch"
+    for text in HOSTILE.values():
+        with pytest.raises(ArchitectureError) as error:
+            build(text, trusted=False)
+        top = text.partition(":")[0].partition(".")[0]
+        assert (f"--arch {shlex.quote(text)}" in str(error.value)) == (top not in sys.stdlib_module_names)
