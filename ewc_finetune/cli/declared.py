@@ -111,9 +111,9 @@ class _Reading(click.ParamType[Any]):
 
 def _only_one(context: click.Context, parameter: click.Parameter, values: tuple[Any, ...]) -> Any:
     """Refuse an option that is given twice, where the last would win unnoticed."""
-    if len(values) != 1:
+    if len(values) > 1:
         raise click.BadParameter(f"given {len(values)} times; this command takes one")
-    return values[0]
+    return values[0] if values else None
 
 
 def _several(unless: Any, alone: str | None) -> Callable[..., Any]:

@@ -56,7 +56,7 @@ def finetune(
     if not done.after:
         printer.note(
             f"nothing was scored, for {' + '.join(data)} has no test split: ewc-ft evaluate {done.output} --data DATA "
-            "scores the model, and --eval DATA would have"
+            "scores the model, and --eval-new DATA would have"
         )
     printer.note(f"{done.output}: {counted(done.steps, 'step')}; the run is in {done.run}")
     printer.result(

@@ -33,7 +33,7 @@ from ewc_finetune.curvature.options import ConsolidateOptions
 from ewc_finetune.data.augmentation import refuse_augmented
 from ewc_finetune.data.domain import Domain, Fingerprint
 from ewc_finetune.data.input_spec import feed
-from ewc_finetune.data.mixture import drawn, names_together
+from ewc_finetune.data.mixture import names_together
 from ewc_finetune.data.sources import resolve_domains
 from ewc_finetune.errors import Mistakes, UsageError, counted
 from ewc_finetune.evaluation.bound_domain import BoundDomain, bind
@@ -171,7 +171,7 @@ def _match(todo: ConsolidationPlan) -> Iterator[_Matched]:
         headed = loaded
         if loaded.metadata.classes is None and (names := names_together(todo.domains)) is not None:
             headed = replace(loaded, metadata=replace(loaded.metadata, classes=list(names)))
-        domain = drawn(presented_together(todo.domains, headed, progress))
+        domain = presented_together(todo.domains, headed, progress)
         prepared = time.perf_counter() - start
         say_numbering(domain, loaded, progress)
         bound = bind(loaded, domain, todo.likelihood, todo.device, progress)

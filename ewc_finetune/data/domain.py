@@ -163,7 +163,9 @@ class Domain:
         raise DataError(f"{self.name} has no samples")
 
     def subset(self, indices: Sequence[int]) -> Domain:
-        """Return the domain of the samples at these indices, in this order."""
+        """Return the domain of the samples at these indices, in this order; of what is mixed, indices into one draw."""
+        if self.parts:
+            indices = draw_parts(self.parts, None)[torch.as_tensor(indices, dtype=torch.long)].tolist()
         labels = None if self.labels is None else self.labels[torch.as_tensor(indices, dtype=torch.long)]
         samples: Dataset[Any]
         if hasattr(self.samples, "subset"):

@@ -84,7 +84,7 @@ def of_rows(rows: Any, name: str, options: DataOptions, split: Split | None = No
     columns = list(rows.column_names or [])
     targets = target_columns(options.target, columns, name)
     classes = _class_names(rows, targets)
-    texts = text_columns(options.text, columns, name)
+    texts = text_columns(options.text, columns, targets, name)
     if not hasattr(rows, "__len__"):
         if not texts or len(targets) > 1:
             raise UsageError(f"{name}: a stream is of texts, with one target at most; name the column with text=")

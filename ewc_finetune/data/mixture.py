@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 
 from ewc_finetune.data.domain import Domain
-from ewc_finetune.data.draw import Part, draw_parts
+from ewc_finetune.data.draw import Part
 from ewc_finetune.data.input_spec import transform_of
 from ewc_finetune.data.numbering import BY_NAME
+from ewc_finetune.data.preprocessing import Ids
 from ewc_finetune.data.texts import Texts
 from ewc_finetune.errors import DataError, UsageError
 from ewc_finetune.modules.batch import Inputs, named
@@ -51,15 +52,11 @@ def mixed(domains: Sequence[Domain]) -> Domain:
         name=" + ".join(domain.name for domain in domains),
         samples=_joined(domains),
         labels=torch.cat(labels) if len(labels) == len(domains) else None,
+        classes=first.classes if all(one.classes == first.classes for one in domains) else None,
         remarks=(*own, said),
         weight=None,
         parts=parts,
     )
-
-
-def drawn(domain: Domain) -> Domain:
-    """Return what is mixed as a domain of one draw, always the same; another domain as it is."""
-    return domain.subset(draw_parts(domain.parts, None).tolist()) if domain.parts else domain
 
 
 def names_together(domains: Sequence[Domain]) -> tuple[str, ...] | None:
@@ -94,9 +91,14 @@ def _check_alike(first: Domain, other: Domain) -> None:
     if first.augment != other.augment or first.active != other.active:
         option = "augment" if first.augment != other.augment else "active"
         raise UsageError(f"{both}, for they say {option}= differently; it is of a whole batch. Say the same of both")
-    lengths = [one.samples.length for one in (first, other) if isinstance(one.samples, Texts)]
-    if len(set(lengths)) > 1:
-        raise UsageError(f"{both}, for they say length= differently; say the same of both")
+    texts = [_as_texts(one.samples) for one in (first, other)]
+    if None not in texts and texts[0] != texts[1]:
+        raise UsageError(
+            f"{both}, for their texts become inputs differently; say text=, length= and pack= alike of both"
+        )
+    if first.target_unit != other.target_unit or first.columns != other.columns:
+        option = "unit" if first.target_unit != other.target_unit else "standardise, missing or onehot"
+        raise UsageError(f"{both}, for the numbers of one are not those of the other ({option}=); say the same of both")
     samples, others = first.first(), other.first()
     if _kind(samples) != _kind(others) or (first.collate is None) != (other.collate is None):
         image = isinstance(samples, Tensor) and samples.ndim == 4
@@ -120,12 +122,24 @@ def _check_labels(first: Domain, other: Domain, both: str) -> None:
     labels, others = first.labels, other.labels
     if labels is not None and others is not None and _kind_of_labels(labels) != _kind_of_labels(others):
         raise DataError(f"{both}, for the labels of one are classes and the other's numbers, or of another shape")
-    named = first.classes is not None and other.classes is not None and first.classes != other.classes
-    if named and BY_NAME in (first.numbering, other.numbering):
+    if first.classes is None or other.classes is None or first.classes == other.classes:
+        return
+    own = {name: number for number, name in enumerate(first.classes)}
+    crossed = any(own.get(name, number) != number for number, name in enumerate(other.classes))
+    # Names of a dataset from Python were numbered by nobody knows what.
+    by_itself = any(one.numbering == BY_NAME or one.transform is None for one in (first, other))
+    if crossed or by_itself:
         raise DataError(
             f"{both}, for their classes have different names and would have the same numbers. Give the names of all "
             "classes in one order to both (labels=), or the model outputs for both (finetune --head expand)"
         )
+
+
+def _as_texts(samples: Any) -> Any:
+    """Return what is said of how texts become inputs, which is one for a batch; None of other samples."""
+    if isinstance(samples, Ids):
+        return "packed"
+    return (samples.length, samples.paired) if isinstance(samples, Texts) else None
 
 
 def _kind_of_labels(labels: Tensor) -> Any:

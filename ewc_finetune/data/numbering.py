@@ -42,19 +42,28 @@ def number(values: Sequence[str], names: tuple[str, ...] | None, where: str) -> 
         The numbers, and the names by number.
 
     Raises:
-        DataError: if there is a label that is none of the names, or there are none and nearly all labels differ.
+        DataError: if there is a label that is none of the names.
     """
     present = sorted(set(values))
-    if names is None and len(present) > _FEW_NAMES and len(present) > _DIFFERENT * len(values):
-        raise DataError(
-            f"{where}: {len(present):,} of {len(values):,} labels are different, such as {present[0][:50]!r}, and "
-            "hardly name classes. Are they what is to be predicted (target=NAME), or are text= and target= swapped? If "
-            "each is a class, labels= names all of them"
-        )
     names = tuple(present) if names is None else names
     check_names(present, names, where)
     numbers = {name: n for n, name in enumerate(names)}
     return torch.tensor([numbers[value] for value in values], dtype=torch.long), names
+
+
+def check_few(labels: Tensor, names: Sequence[str], where: str) -> None:
+    """Refuse names that only the labels themselves gave, where nearly all of these differ.
+
+    Raises:
+        DataError: saying so.
+    """
+    different = len(set(labels.tolist()))
+    if different > _FEW_NAMES and different > _DIFFERENT * len(labels):
+        raise DataError(
+            f"{where}: {different:,} of {len(labels):,} labels are different, such as {names[0][:50]!r}, and hardly "
+            "name classes. Are they what is to be predicted (target=NAME), or are text= and target= swapped? If each "
+            "is a class, labels= names all of them"
+        )
 
 
 def check_names(present: Sequence[str], names: Sequence[str], where: str) -> None:

@@ -126,7 +126,7 @@ def _of_texts(
     domain = replace(domain, classes=None, labels=None)
     if isinstance(samples, Texts) and samples.pack is not None:
         parts = _packed(tokenizer, samples, min(samples.pack, length), domain.name)
-        return replace(domain, samples=_Ids(parts), collate=lambda ids: _language(tokenizer, task, filler, ids))
+        return replace(domain, samples=Ids(parts), collate=lambda ids: _language(tokenizer, task, filler, ids))
     return replace(
         domain,
         collate=lambda pairs: _language(
@@ -136,7 +136,7 @@ def _of_texts(
 
 
 @dataclass(eq=False)
-class _Ids(torch.utils.data.Dataset[list[int]]):
+class Ids(torch.utils.data.Dataset[list[int]]):
     """Token ids, a list to a sample."""
 
     ids: Sequence[list[int]]

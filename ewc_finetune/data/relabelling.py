@@ -14,7 +14,7 @@ from ewc_finetune.data.arrays import Arrays
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.hugging_face import ImageColumn
 from ewc_finetune.data.images import ImageFiles
-from ewc_finetune.data.numbering import BY_NAME
+from ewc_finetune.data.numbering import BY_NAME, check_few
 from ewc_finetune.data.table import Table
 from ewc_finetune.data.texts import Texts
 from ewc_finetune.errors import DataError, few
@@ -29,12 +29,19 @@ def numbered_as(domain: Domain, names: Sequence[str] | None) -> Domain:
             stays as it is.
 
     Raises:
-        DataError: if it has some of the names, and others that are none of them.
+        DataError: if it has some of the names, and others that are none of them; or none, and hardly names classes.
     """
-    if domain.numbering != BY_NAME or domain.labels is None or not domain.classes or not names:
+    if (
+        domain.numbering != BY_NAME
+        or domain.labels is None
+        or not domain.classes
+        or domain.classes == tuple(names or ())
+    ):
         return domain
-    strangers = [name for name in domain.classes if name not in names]
-    if domain.classes == tuple(names) or len(strangers) == len(domain.classes):
+    strangers = [name for name in domain.classes if name not in (names or ())]
+    if len(strangers) == len(domain.classes):
+        check_few(domain.labels, domain.classes, domain.name)
+    if not names or len(strangers) == len(domain.classes):
         return domain
     if strangers:
         raise DataError(

@@ -112,12 +112,19 @@ def resolve_domains(
         UsageError: see `resolve_domain`.
     """
     items = items_of(data)
+    if not items and weighted:
+        raise UsageError("there is no data: the list of it is empty")
     domains = [resolve_domain(item, default_split, data_dir, weighted=weighted) for item in items]
     if isinstance(data, Mapping):
         return [replace(domain, name=name) for name, domain in zip(data, domains, strict=True)]
     if len(items) == 1 and items[0] is data:
         return domains
-    return [replace(d, name=f"data {i}") if d.name == "data" else d for i, d in enumerate(domains, start=1)]
+    numbered = enumerate(zip(items, domains, strict=True), start=1)
+    # A domain has its name from before, by which it is known.
+    return [
+        replace(domain, name=f"data {number}") if domain.name == "data" and item is not domain else domain
+        for number, (item, domain) in numbered
+    ]
 
 
 def items_of(data: Any) -> list[Any]:

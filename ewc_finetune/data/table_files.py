@@ -28,6 +28,8 @@ _MISSING = ("", "NA", "N/A", "#N/A", "NaN", "nan", "NULL", "null")
 
 # Numbers with points between thousands, and numbers with a comma as decimal point; in the syntax of RE2 too.
 _THOUSANDS = r"^\s*[-+]?[1-9]\d{0,2}(\.\d{3})+(,\d+)?\s*$"
+_POINT = r"^\s*[-+]?(\d*\.\d{0,2}|\d*\.\d{4,}|0?\.\d{3}|\d{4,}\.\d{3})\s*$"
+_NUMERIC = r"^[\s\d.,+-]*$"
 _COMMA = r"^\s*[-+]?(\d*|[1-9]\d{0,2}(\.\d{3})+),\d+\s*$"
 
 # The largest number of float32.
@@ -151,14 +153,17 @@ def read_table(path: Path, *, header: bool | None = None, decimal_comma: bool = 
     if len(columns) != table.num_columns or not columns or not table.num_rows:
         raise _no_table(path)
     if decimal_comma:
-        columns = {name: _with_points(column) for name, column in columns.items()}
+        columns = {name: _with_points(column, f"{path}: the column {name!r}") for name, column in columns.items()}
     return Frame(path, columns, separator, header is not False)
 
 
-def _with_points(column: Any) -> Any:
+def _with_points(column: Any, where: str) -> Any:
     """Return a column whose texts that are numbers with a comma have a point in its place.
 
-    Where all points of a column can stand between thousands, as in 1.234 and 1.234,5, they do.
+    Points stand between thousands then, as in 1.234 and 1.234,5.
+
+    Raises:
+        DataError: if a column of numbers has a point that cannot stand there.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -166,7 +171,14 @@ def _with_points(column: Any) -> Any:
     if not pa.types.is_string(column.type):
         return column
     thousands = pc.match_substring_regex(column, _THOUSANDS)
-    if pc.all(pc.or_(thousands, pc.invert(pc.match_substring(column, ".")))).as_py():
+    pointed = pc.match_substring_regex(column, _POINT)
+    numbers = pc.all(pc.match_substring_regex(column, _NUMERIC)).as_py()
+    if numbers and pc.any(pointed).as_py():
+        raise DataError(
+            f"{where} has {column.filter(pointed)[0].as_py().strip()}, whose point stands between no thousands, which "
+            "decimal=comma takes points for. Leave decimal= out, if a point is the decimal point here"
+        )
+    if numbers:
         column = pc.if_else(thousands, pc.replace_substring(column, ".", ""), column)
     return pc.replace_substring_regex(column, r"^(\s*[-+]?\d*),(\d+\s*)$", r"\1.\2")
 

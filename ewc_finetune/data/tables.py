@@ -50,7 +50,7 @@ def load_table(address: Address, place: str, split: Split, options: DataOptions)
     labels, classes = _targets(frame, targets, options)
     training, rows = _split_rows(frame, split, options, address)
     labels = None if labels is None else labels[torch.from_numpy(rows)]
-    texts = text_columns(options.text, [name for name in names if name not in options.ignore], str(address))
+    texts = text_columns(options.text, [name for name in names if name not in options.ignore], targets, str(address))
     samples: Texts | Table
     if texts:
         if options.encodes:
@@ -144,11 +144,19 @@ def target_columns(asked: str | None, columns: Sequence[str], where: str) -> lis
     return named
 
 
-def text_columns(asked: tuple[str, ...] | None, columns: Sequence[str], where: str) -> tuple[str, ...]:
-    """Return the column of the texts, or the two of pairs: as named, else one that is usually called so, else none."""
+def text_columns(
+    asked: tuple[str, ...] | None, columns: Sequence[str], targets: Sequence[str], where: str
+) -> tuple[str, ...]:
+    """Return the column of the texts, or the two of pairs: as named, else one that is usually called so, else none.
+
+    Raises:
+        UsageError: if there is no such column, or it is one of the targets.
+    """
     names = asked or tuple(name for name in TEXTS if name in columns)[:1]
     for name in names:
         check_column(name, columns, where, "text")
+        if name in targets:
+            raise UsageError(f"{where}: {name!r} is a text and the target too; name the target with target=")
     return names
 
 

@@ -68,7 +68,7 @@ def presented(domain: Domain, loaded: LoadedModel, progress: Progress) -> Domain
 def presented_together(domains: Sequence[Domain], loaded: LoadedModel, progress: Progress) -> Domain:
     """Return what several domains make together (`mixed`), whose batches are what the model takes.
 
-    Where nothing is known of the model, it takes the columns of the first, and the unit of its targets.
+    What the first says of columns and of the unit of its targets is so for the others too.
 
     Raises:
         DataError: see `presented` and `mixed`.
@@ -78,10 +78,10 @@ def presented_together(domains: Sequence[Domain], loaded: LoadedModel, progress:
     several = [presented(first, loaded, progress)]
     known = loaded.metadata
     own = dict(known.input)
-    if several[0].columns and not read_columns(own):
+    if several[0].columns:
         own["columns"] = [column.to_json() for column in several[0].columns]
     if several[0].target_unit is not None:
-        own.setdefault("target_unit", several[0].target_unit)
+        own["target_unit"] = several[0].target_unit
     loaded = replace(loaded, metadata=replace(known, input=own))
     return mixed([*several, *(presented(other, loaded, progress) for other in others)])
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import nn
 
 from ewc_finetune.anchor.anchor import Anchor
@@ -17,7 +19,6 @@ from ewc_finetune.checkpoint.open import LoadedModel
 from ewc_finetune.choices import Head
 from ewc_finetune.data.augmentation import check_augmented
 from ewc_finetune.data.domain import Domain
-from ewc_finetune.data.draw import draw_parts
 from ewc_finetune.data.input_spec import InputSpec
 from ewc_finetune.data.mixture import names_together
 from ewc_finetune.errors import DataError, UsageError
@@ -183,12 +184,14 @@ def _loss(plan: Plan, new: BoundDomain) -> Loss:
         with random_state_kept(plan.device):
             walk = domain.batches(plan.schedule.batch_size)
             labels = [part for _, part in walk if part is not None] if domain.labels is None else [domain.labels]
-            if domain.labels is not None and domain.parts:
-                labels = [domain.labels[draw_parts(domain.parts, None)]]
+        times = [1.0] * len(labels)
+        if domain.labels is not None and domain.parts:
+            labels = list(torch.split(domain.labels, [part.samples for part in domain.parts]))
+            times = [part.drawn / part.samples for part in domain.parts]
         for part in labels:  # of batches with any number of tokens
             shape = new.outputs if part.is_floating_point() else (*part.shape[1:], classes)
             new.likelihood.check_targets(part, shape, domain.name)
-        weights = balanced(labels, classes, domain.name)
+        weights = balanced(labels, classes, domain.name, times)
         objective = replace(objective, class_weights=weights)
     return objective.bound(new.likelihood, classes)
 
@@ -238,7 +241,9 @@ def _as_headed(start: LoadedModel, head: Head, domains: Sequence[Domain]) -> Loa
         names = None if together is None else list(together)
     elif head == "expand":
         names = list(dict.fromkeys([*names, *(name for domain in domains for name in domain.classes or ())]))
-    return replace(start, metadata=replace(known, classes=names))
+    # A new head predicts what it is trained for, in a unit of its own.
+    own = _in_unit(known.input, None) if head == "new" else known.input
+    return replace(start, metadata=replace(known, classes=names, input=own))
 
 
 def _watched(
@@ -248,6 +253,8 @@ def _watched(
     known = start.metadata
     # Where nothing is known of the model, all its data are as the new domain says.
     known = known if known.input else replace(known, input=input_spec.to_json())
+    # What is predicted is in the run's own unit from then on.
+    known = replace(known, input=_in_unit(known.input, input_spec.target_unit))
     watched = []
     for scored in plan.scored:
         # An old domain under a new head has classes of its own.
@@ -258,6 +265,12 @@ def _watched(
         for remark in domain.remarks:
             progress.note(f"{domain.name}: {remark}")
     return watched
+
+
+def _in_unit(recorded: Mapping[str, Any], unit: float | None) -> dict[str, Any]:
+    """Return a record of inputs with another unit of what is predicted, or none."""
+    others = {key: value for key, value in recorded.items() if key != "target_unit"}
+    return others if unit is None else {**others, "target_unit": unit}
 
 
 def _frozen(model: nn.Module, patterns: Sequence[str]) -> tuple[nn.Parameter, ...]:

@@ -110,7 +110,9 @@ def split(domain: Domain, seed: int) -> tuple[Domain, Domain]:
             "give a number to --lambda"
         )
     order = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
-    return domain.subset(sorted(order[held:])), replace(domain.subset(sorted(order[:held])), name="held out")
+    return domain.subset(sorted(order[held:])), replace(
+        domain.subset(sorted(order[:held])), name="held out", weight=None
+    )
 
 
 def _results(trial: Trial) -> str:

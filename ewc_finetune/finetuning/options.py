@@ -164,6 +164,7 @@ class Adapting(Measuring):
         None,
         "What to score as the new domain, where its test split is other data.",
         read=str,
+        once=True,
         metavar="DATA",
         group=Group.SCORES,
         unless="of what is scored, that which is the same data as the new domain",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.mixture import names_together
 from ewc_finetune.data.sources import items_of, resolve_domain, resolve_domains
 from ewc_finetune.data.table import Table
+from ewc_finetune.data.texts import Texts, TextStream
 from ewc_finetune.errors import CheckpointError, Mistakes, UsageError
 from ewc_finetune.evaluation.metrics import check_metrics
 from ewc_finetune.evaluation.presenting import informed
@@ -48,6 +50,9 @@ from ewc_finetune.runs.idle import FINETUNE, say_idle
 from ewc_finetune.runs.record import Run, read_run, recover_run
 from ewc_finetune.specs.options import check_declared
 from ewc_finetune.specs.query import PARTS, data_key, without
+
+# What data is called that has no name.
+_UNNAMED = re.compile(r"data( \d+)?( \(\d+\))?")
 
 
 @dataclass(frozen=True)
@@ -246,6 +251,11 @@ def _count_outputs(options: FinetuneOptions, domains: Sequence[Domain]) -> int:
 
 
 def _sample_shape(domain: Domain, architecture: str) -> tuple[int, ...]:
+    if isinstance(domain.samples, (Texts, TextStream)):
+        raise UsageError(
+            f"{domain.name} has texts, and {architecture.partition('?')[0]} takes none: name a model folder of "
+            "transformers, which has a tokenizer (--model FOLDER/ or hf:ORG/NAME). Columns of numbers need no text="
+        )
     sample = domain.first()
     if isinstance(sample, torch.Tensor):
         return tuple(sample.shape[1:])
@@ -289,10 +299,18 @@ def _measured(
 
 
 def _new_among(scored: Sequence[Domain], specs: Sequence[str | None], domain: Domain, data: Any) -> str | None:
-    """Return the name of the scored domain that is the new one: of the same data, be it by its spec or its name."""
-    known = [spec or one.name for spec, one in zip(specs, scored, strict=True)]
-    found = new_domain(data if isinstance(data, str) else domain.name, known)
-    return None if found is None else scored[known.index(found)].name
+    """Return the name of the scored domain that is the new one: by its spec, or where it has none by a name of its own.
+
+    Names that were only given to tell data apart say nothing.
+    """
+    if isinstance(data, str):
+        known = [spec or "" for spec in specs]
+        found = new_domain(data, known)
+        return None if found is None else scored[known.index(found)].name
+    named = _UNNAMED.fullmatch(domain.name) is None
+    return next(
+        (one.name for one in scored if one.samples is domain.samples or (named and one.name == domain.name)), None
+    )
 
 
 def _scored(
@@ -317,10 +335,12 @@ def _scored(
     scored = _as_they_come([resolve_domain(spec, "test", data_dir) for spec in specs])
     if not scored and options.eval_new is None:
         held = "; test=0.2 behind its question mark holds a fifth of it out" * isinstance(domain.samples, Table)
-        progress.note(f"{domain.name} has no test split, so nothing is scored; --eval names domains to score{held}")
+        progress.note(
+            f"{domain.name} has no test split, so nothing is scored; --eval-new names other data for it{held}"
+        )
     elif anchors and head != "new" and len(scored) == 1:
         progress.note(
-            f"only {scored[0].name} is scored; where old data is at hand, --eval OLD --eval NEW shows what stays"
+            f"only {scored[0].name} is scored; where old data is at hand, --eval OLD --eval-new NEW shows what stays"
         )
     return _named_apart(scored), [*specs]
 

@@ -216,7 +216,7 @@ def names_code(loss: str) -> str | None:
     return head if colon and all(part.isidentifier() for part in [*module.split("."), *name.split(".")]) else None
 
 
-def balanced(targets: Sequence[Tensor], classes: int, where: str) -> list[float]:
+def balanced(targets: Sequence[Tensor], classes: int, where: str, times: Sequence[float] = ()) -> list[float]:
     """Return a weight for each class that is the inverse of how often it is a label, with a mean of 1 over the labels.
 
     A class that is no label has the weight 1. Soft labels count as the shares that they are.
@@ -225,14 +225,16 @@ def balanced(targets: Sequence[Tensor], classes: int, where: str) -> list[float]
         targets: All targets, class indices or soft labels.
         classes: How many classes there are.
         where: The name of the data, for messages.
+        times: How often each part of the targets counts; once unless given.
 
     Raises:
         DataError: if there is none.
     """
     counts = torch.zeros(classes, dtype=torch.float64)
-    for part in targets:
+    for part, often in zip(targets, times or [1.0] * len(targets), strict=True):
         soft = part.is_floating_point()
-        counts += part.double().sum(dim=0) if soft else part[part != IGNORED].bincount(minlength=classes)
+        own = part.double().sum(dim=0) if soft else part[part != IGNORED].bincount(minlength=classes)
+        counts += often * own
     there = counts > 0
     if not there.any():
         raise DataError(f"{where} has no labels to balance by")

@@ -128,7 +128,7 @@ class Group:
         of_training = [name for name, setting in self.settings.items() if setting.of_training]
         differing = [name for name in of_training if self._option(one, name) != self._option(other, name)]
         start = ["the model that it started from"] if one.start != other.start else []
-        return [*start, *(["data"] if one.target != other.target else []), *differing]
+        return [*start, *(["data"] if (one.target, one.mixed) != (other.target, other.mixed) else []), *differing]
 
     def _option(self, outcome: Outcome, key: str) -> str:
         """Return what an option of a run was; one that there was none of then was what it is by default."""
@@ -248,6 +248,5 @@ def _but_for_the_seed(outcome: Outcome, settings: Mapping[str, Setting]) -> str:
     """Return what runs have in common that differ in the seed alone; of plain ones anchors have no part in it."""
     anchors = [anchor.get("sha256") for anchor in outcome.anchors] if outcome.held else []
     options = [_option(outcome, key, settings) for key in settings if key != "seed"]
-    return json.dumps(
-        [outcome.kind, outcome.strength, anchors, outcome.target, options, outcome.run.document.get("steps")]
-    )
+    steps = outcome.run.document.get("steps")
+    return json.dumps([outcome.kind, outcome.strength, anchors, outcome.target, outcome.mixed, options, steps])

@@ -103,6 +103,12 @@ class Outcome:
         return str((self.found.get("data") or {}).get("spec") or self.options.get("data") or "the new data")
 
     @property
+    def mixed(self) -> list[tuple[str, float]]:
+        """What was mixed into that, each with how many of its samples an epoch has."""
+        parts = (self.found.get("data") or {}).get("parts") or []
+        return [(str(part["spec"]), part["drawn"]) for part in parts]
+
+    @property
     def spoken(self) -> dict[str, str]:
         """The names that a sentence has for the scored domains: without options, where that tells them apart."""
         domains = [*self.old, *([self.new] if self.new is not None else [])]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from ewc_finetune.errors import UsageError
+
+# No longer part of a file's name is made of addresses.
+_LONGEST = 100
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,12 @@ def without(text: str, *keys: str) -> str:
 
 
 def in_file_name(addresses: str | Iterable[str]) -> str:
-    """Return an address, or several, as a part of a file's name: `digits?rotate=90` as `digits-rotate-90`."""
+    """Return an address, or several, as a part of a file's name: `digits?rotate=90` as `digits-rotate-90`.
+
+    Of a long one it is the beginning, and a digest.
+    """
     each = [addresses] if isinstance(addresses, str) else addresses
-    return "+".join(re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-") for text in each)
+    name = "+".join(re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-") for text in each)
+    if len(name) <= _LONGEST:
+        return name
+    return f"{name[: _LONGEST - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"

@@ -203,7 +203,7 @@ def test_texts_and_their_labels_go_together(tmp_path):
     anchor = ewc.consolidate(folder, data)
     assert anchor.provenance.samples == 36
     assert anchor.provenance.classes == ["bad", "fine", "good"]
-    with pytest.raises(UsageError, match="they say length= differently"):
+    with pytest.raises(UsageError, match="their texts become inputs differently"):
         ewc.consolidate(folder, [data[0], data[1] + "&length=5"])
     folder = saved(llama(), tmp_path / "llama")
     data = [corpus(tmp_path / "a.txt") + "?pack=6", corpus(tmp_path / "b.txt", seed=1) + "?pack=8&weight=0.5"]
@@ -211,3 +211,48 @@ def test_texts_and_their_labels_go_together(tmp_path):
     assert notes.about(f"each epoch has all 12 of {data[0]}, 4 of 8 of {data[1]}")
     with pytest.raises(DataError, match="a sample is"):
         ewc.consolidate(folder, [data[0], TensorDataset(torch.zeros(3, 4))])
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "words"),
+    [
+        ("&unit=10", "&unit=1000", r"the numbers of one are not those of the other \(unit=\)"),
+        ("&standardise=1", "&standardise=0", r"\(standardise, missing or onehot=\)"),
+    ],
+)
+def test_tables_in_other_numbers_are_not_mixed(first, other, words, tmp_path):
+    (tmp_path / "t.csv").write_text("a,b,price\n1,2,10.5\n3,4,20.5\n")
+    data = [f"table:{tmp_path}/t.csv?target=price{more}" for more in (first, other)]
+    with pytest.raises(UsageError, match=words):
+        ewc.finetune("mlp?hidden=4", data, eval_on=[])
+
+
+def test_a_unit_that_the_first_says_is_that_of_the_others(tmp_path):
+    (tmp_path / "t.csv").write_text("a,b,price\n1,2,10.5\n3,4,20.5\n")
+    data = [f"table:{tmp_path}/t.csv?target=price{more}" for more in ("&unit=10", "")]
+    done = ewc.finetune("mlp?hidden=4", data, eval_on=[], output=tmp_path / "m.pt", epochs=1)
+    assert done.steps == 1
+    with pytest.raises(UsageError, match=r"\(unit=\)"):
+        ewc.consolidate(tmp_path / "m.pt", [data[1], data[0].replace("unit=10", "unit=5")])
+
+
+@pytest.mark.parametrize("named", ["labels=cat,dog", "labels=dog,cat"])
+def test_one_name_has_one_number(named, tmp_path):
+    (tmp_path / "t.csv").write_text("x,label\n1,cat\n2,dog\n")
+    data = [f"table:{tmp_path}/t.csv?labels=cat,dog", f"table:{tmp_path}/t.csv?{named}"]
+    if named == "labels=cat,dog":
+        assert mixed(resolve_domains(data, "train")).classes == ("cat", "dog")
+    else:
+        with pytest.raises(DataError, match="their classes have different names and would have the same numbers"):
+            mixed(resolve_domains(data, "train"))
+
+
+def test_pairs_and_single_texts_are_not_mixed(tmp_path):
+    pytest.importorskip("transformers")
+    from support.transformers_models import llama, saved
+
+    (tmp_path / "a.txt").write_text("w1 w2 w3 w4\n" * 20)
+    folder, data = saved(llama(), tmp_path / "llama"), f"text:{tmp_path}/a.txt"
+    for first, other in ((f"{data}?pack=4", data), (data, f"{data}?pack=4")):
+        with pytest.raises(UsageError, match="their texts become inputs differently; say text=, length= and pack="):
+            ewc.finetune(folder, [first, other], eval_on=[])

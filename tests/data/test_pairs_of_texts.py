@@ -121,9 +121,12 @@ def test_columns_of_pairs_are_there_and_have_texts(spec, tmp_path):
     ):
         with pytest.raises(UsageError, match=message):
             load_domain(f"{place}?text={asked}", "train")
+    (tmp_path / "q.jsonl").write_text('{"premise": "w1", "n": 1, "label": 0}')
     for stream in ("", "&stream=1"):
         with pytest.raises(DataError, match="sample 0 is a int where a text should be"):
-            batch_of(f"{place}?text=premise,label{stream}", of_pairs(bert(), tmp_path / f"m{stream}"))
+            batch_of(f"hf:{tmp_path / 'q.jsonl'}?text=premise,n{stream}", of_pairs(bert(), tmp_path / f"m{stream}"))
+    with pytest.raises(UsageError, match="'label' is a text and the target too; name the target with target="):
+        load_domain(f"{place}?text=premise,label", "train")
     (tmp_path / "n.jsonl").write_text('{"a": "w1", "b": "w2"}')
     with pytest.raises(UsageError, match="which column has the texts.* or text=A,B for pairs. It has a, b"):
         load_domain(f"hf:{tmp_path / 'n.jsonl'}", "train")

@@ -18,6 +18,7 @@ from ewc_finetune.anchor.provenance import read_provenance
 from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.data.columns import Column, is_table_record, read_columns
 from ewc_finetune.data.encoding import encode
+from ewc_finetune.data.relabelling import numbered_as
 from ewc_finetune.data.sources import load_domain
 from ewc_finetune.data.table_files import Frame, NoNumberError, read_table
 from ewc_finetune.errors import AnchorError, CheckpointError, DataError, UsageError
@@ -86,11 +87,11 @@ def test_a_comma_as_decimal_point(tmp_path_factory, numbers, grouped, space):
         assert frame.numbers(name).tolist() == [float(number) for number in numbers]
 
 
-def test_points_of_other_numbers_stay(table):
-    assert inputs_of(table("x;z;label\n1.234;0.123;0\n1.5;1,5;1\n", "decimal=comma")) == [
-        [pytest.approx(1.234), pytest.approx(0.123)],
-        [1.5, 1.5],
-    ]
+def test_points_are_between_thousands_where_a_comma_is_the_decimal_point(table):
+    """Whatever else is in the column: a file is read as another is."""
+    for number in ("0.123", "1.5", "1.23", "1.2345", "1234.567"):
+        with pytest.raises(DataError, match=f"column 'x' has {number}, whose point stands between no thousands"):
+            table(f"x;label\n1,234;0\n{number};1\n", "decimal=comma")
     assert inputs_of(table("x;z;label\n1.234;1.234.567,5;0\n12.000;-1.000;1\n", "decimal=comma")) == [
         [1234, 1234567.5],
         [12000, -1000],
@@ -109,13 +110,18 @@ def test_targets_with_commas_lead_to_the_decimal_point(table):
 
 def test_texts_in_the_place_of_labels_are_refused(table):
     text = "text,label\n" + "".join(f"text {n},{n % 2}\n" for n in range(30))
-    with pytest.raises(DataError, match="text: 30 of 30 labels are different, such as 'text 0', .* or are text= and"):
-        table(text, "text=label&target=text")
+    for names in (None, ["good", "bad"]):
+        with pytest.raises(DataError, match="30 of 30 labels are different, such as 'text 0', .* or are text= and"):
+            numbered_as(table(text, "text=label&target=text"), names)
+    # A model that knows these names may be asked one of each.
+    swapped = table(text, "text=label&target=text")
+    assert numbered_as(swapped, swapped.classes) is swapped
     names = ",".join(f"text {n}" for n in range(30))
     assert len(table(text, f"text=label&target=text&labels={names}").classes) == 30
     # Where some samples have one class, they may be classes, and so may 20 of any number.
-    assert len(table("text,label\n" + "".join(f"a,c{n % 25}\n" for n in range(30))).classes) == 25
-    assert len(table("text,label\n" + "".join(f"a,c{n}\n" for n in range(20))).classes) == 20
+    for count, different in ((30, 25), (20, 20)):
+        few = table("text,label\n" + "".join(f"a,c{n % different}\n" for n in range(count)))
+        assert numbered_as(few, None) is few
 
 
 def test_without_a_header_columns_have_numbers(table):

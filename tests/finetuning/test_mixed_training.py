@@ -1,5 +1,6 @@
 """Fine-tuning on several domains: what is drawn, scored, recorded and gone on with; which domain is the new one."""
 
+import copy
 import json
 
 import numpy as np
@@ -104,9 +105,11 @@ def test_balanced_weights_count_what_is_drawn(monkeypatch):
     data = {"most": whole.subset(rest), "few": Domain(**{**vars(whole.subset(few)), "weight": 0.5})}
     counts, balanced = [], job.balanced
 
-    def counting(labels, *more):
-        counts.append(torch.bincount(torch.cat(labels)).tolist())
-        return balanced(labels, *more)
+    def counting(labels, classes, where, times):
+        counts.append(
+            sum(often * part.bincount(minlength=3) for part, often in zip(labels, times, strict=True)).tolist()
+        )
+        return balanced(labels, classes, where, times)
 
     monkeypatch.setattr(job, "balanced", counting)
     ewc.finetune(nn.Linear(4, 3), data, epochs=1, eval_on=[], class_weights="balanced")
@@ -150,3 +153,43 @@ def test_a_folder_is_named_for_all_of_the_data():
     assert str(default_output(None, ["m.anchor.safetensors"], [TURNED, OLD])) == (
         "m-digits-rotate-90+digits-weight-0-1.pt"
     )
+
+
+def test_lambda_auto_of_weighted_data_chooses_by_the_old_domain_too(trained):
+    """Which has no name of its own."""
+    old = blobs()
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    ewc.finetune(model, old, epochs=5, lr=0.03, eval_on=[])
+    anchor = ewc.consolidate(model, old)
+    new = Domain("new", blobs(shift=2.0), labels=blobs().tensors[1], weight=0.5)
+    held = {"anchors": [anchor], "lambdas": "auto", "epochs": 2, "lr": 0.03}
+    chosen = [
+        ewc.finetune(copy.deepcopy(model), new, eval_on=scored, select_on=[old], **held).search.strength
+        for scored in (old, {"old": old})
+    ]
+    assert chosen[0] == chosen[1]
+
+
+def test_names_that_only_tell_data_apart_make_no_domain_the_new_one():
+    model = nn.Linear(4, 3)
+    with pytest.raises(UsageError, match="--eval-new"):
+        ewc.finetune(model, [blobs(), blobs(seed=2)], eval_on=[blobs(seed=3), blobs(seed=4)], keep="best")
+    with pytest.raises(UsageError, match="--eval-new"):
+        ewc.finetune(model, blobs(), eval_on=blobs(seed=3), keep="best")
+    same = blobs()
+    assert ewc.finetune(model, same, eval_on=[blobs(seed=3), same], keep="best", epochs=1)
+
+
+def test_no_data_is_refused():
+    for command in (ewc.finetune, ewc.consolidate):
+        with pytest.raises(UsageError, match="there is no data"):
+            command(nn.Linear(4, 3), [])
+
+
+def test_runs_on_other_mixtures_are_no_seeds_of_one_another(trained, ewc_ft):
+    new = ("--data", f"{TURNED}&limit=100", "--epochs", 1)
+    ewc_ft("finetune", "--model", "m.pt", *new, "--eval", "digits", "--eval", TURNED, "-o", "a.pt")
+    more = ("--data", "digits?limit=50", "--seed", 1, "--eval", "digits", "--eval", TURNED)
+    ewc_ft("finetune", "--model", "m.pt", *new, *more, "-o", "b.pt")
+    told = ewc_ft("report", "a.run", "b.run", "-o", "page.html")
+    assert "seeds" not in told.stderr + told.output

@@ -182,7 +182,7 @@ def made(ewc_ft, folder):
     torch.save(build(FACTORY, trusted=True).state_dict(), "bare.pt")
     said = ewc_ft("consolidate", "bare.pt", "--arch", FACTORY, "--data", DATA, "-o", "a.safetensors").stderr
     assert f"so say it with the anchor too: --arch {shlex.quote(FACTORY)}\n" in said
-    ewc_ft("finetune", "--anchors", "a.safetensors", "--arch", FACTORY, "--data", DATA, "--epochs", 0, "-o", "m.pt")
+    ewc_ft("finetune", "--anchors", "a.safetensors", "--arch", FACTORY, "--data", DATA, "--epochs", 1, "-o", "m.pt")
     yield ewc_ft
     sys.modules.pop("mine_made", None)
 
