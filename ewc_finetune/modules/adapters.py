@@ -102,6 +102,11 @@ class Adapted:
             part.add(u[:, start : start + rank], v[start : start + rank], only)
             start += rank
 
+    @torch.no_grad()
+    def value(self) -> Tensor:
+        """Return the weight as it counts."""
+        return self.base.detach() + self.delta().to(self.base.dtype)
+
     def delta(self) -> Tensor:
         """Return what is added, in the shape of the weight, with the graph that leads to the adapters."""
         added = [self.layer.get_delta_weight(adapter) for adapter in self.adapters]

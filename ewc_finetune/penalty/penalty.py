@@ -138,6 +138,26 @@ class Penalty:
         for handle in self._handles.values():
             handle.remove()
 
+    @property
+    def trained(self) -> bool:
+        """Whether anything that it holds is trained."""
+        return any(held.parameter.requires_grad for held in self._held.values()) or any(
+            layer.trained for layer in self._layers
+        )
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that it can be applied at an optimizer's steps: by `attach`, or by hand before each of them.
+
+        Raises:
+            UsageError: if this or another penalty is attached to it already, or it has none of the parameters.
+        """
+        optimizer = _innermost(optimizer)
+        hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+        if any(isinstance(getattr(hook, "__self__", None), Penalty) for hook in hooks):
+            raise UsageError("a penalty is attached to this optimizer already; once more it would count twice")
+        if not any(self._of(optimizer)) and (self._held or self._layers):
+            raise UsageError("the optimizer has none of the parameters that the penalty holds")
+
     def attach(self, optimizer: torch.optim.Optimizer) -> Attached:
         """Apply the penalty at every step of an optimizer, to the parameters that this optimizer has.
 
