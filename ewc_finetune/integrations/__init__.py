@@ -1,1 +1,1 @@
-"""The penalty, and rehearsal, in the loops that people train in: each of its own extra, imported when it is asked for."""
+"""The penalty, and rehearsal, in the loops that people train in: each with an extra of its own."""

@@ -1,4 +1,4 @@
-"""A model that is held by anchors while somebody else's loop trains it: what is added to its gradient, and what is read.
+"""A model that is held by anchors while somebody else's loop trains it: what is added to its gradient.
 
 The loop says when: once for each step of the optimizer, after gradients were summed over micro-batches and processes,
 and before they are clipped.
@@ -6,6 +6,7 @@ and before they are clipped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,8 +57,8 @@ class Holding:
         self.penalty = Penalty(self.model, anchors, lambdas, lineage=arguments.lineage)  # type: ignore[arg-type]
         if not self.penalty.trained:
             raise UsageError(
-                f"nothing that {', '.join(anchor.label for anchor in anchors)} holds is trained, so the penalty would do "
-                "nothing: train some of its layers (target_modules of LoRA), or leave the anchor out"
+                f"nothing that {', '.join(anchor.label for anchor in anchors)} holds is trained, so the penalty would "
+                "do nothing: train some of its layers (target_modules of LoRA), or leave the anchor out"
             )
         if fresh:
             _check_near(self.model, anchors[-1])
@@ -85,10 +86,23 @@ class Holding:
             step: The number of the optimizer's step, which seeds what is random in it: every process does the same.
         """
         self.penalty.add_gradient(scale)
-        if self._rehearsal is not None:
-            device = next(self.model.parameters()).device
-            with random_state_kept(device, step), torch.enable_grad():
-                (self._rehearsal.loss() * scale).backward()  # type: ignore[no-untyped-call]
+        self._rehearse(scale, step)
+
+    def add_for(self, optimizer: torch.optim.Optimizer, step: int = 0) -> None:
+        """Add the same to the gradients of the parameters that an optimizer has, which are unscaled."""
+        self.penalty.add_for(optimizer)
+        own = [
+            parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
+        ]
+        self._rehearse(1.0, step, own)
+
+    def _rehearse(self, scale: float | Tensor, step: int, only: Sequence[nn.Parameter] | None = None) -> None:
+        if self._rehearsal is None:
+            return
+        device = next(self.model.parameters()).device
+        with random_state_kept(device, step), torch.enable_grad():
+            loss = self._rehearsal.loss() * scale
+            loss.backward(inputs=only)  # type: ignore[no-untyped-call]
 
     def skip(self, steps: int) -> None:
         """Pass over what so many steps rehearsed, as a run does that is gone on with."""
@@ -96,11 +110,16 @@ class Holding:
             self._rehearsal.skip(steps)
 
     def readings(self) -> dict[str, float]:
-        """Return the penalty, and the share of the probes' answers that are as they were, where there are any."""
+        """Return the penalty, and what is kept where that is known, by name."""
+        kept = self.retention()
+        return {"penalty": self.penalty.value()} | ({} if kept is None else {"retention": kept})
+
+    def retention(self) -> float | None:
+        """Return the share of the probes' answers that are as they were; None where there are none."""
         device = next(self.model.parameters()).device
         kept = [meter.read(self.model, device).unchanged for meter in self._meters]
         known = [share for share in kept if share is not None]
-        return {"penalty": self.penalty.value()} | ({"retention": sum(known) / len(known)} if known else {})
+        return sum(known) / len(known) if known else None
 
 
 def _check_near(model: nn.Module, anchor: Anchor) -> None:

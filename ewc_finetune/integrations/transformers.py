@@ -22,9 +22,8 @@ from ewc_finetune.penalty.penalty import Penalty
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    _Base = Trainer
-else:
-    _Base = object
+# A mixin: to type checkers it is what it is mixed into.
+_Base: Any = Trainer if TYPE_CHECKING else object
 
 
 class EwcMixin(_Base):  # type: ignore[misc]
@@ -32,8 +31,8 @@ class EwcMixin(_Base):  # type: ignore[misc]
 
     The pull is added once for each step of the optimizer, after gradients were summed over micro-batches and processes,
     and before they are clipped. `penalty` and, where anchors have probes, `retention` are logged beside `loss`, and
-    `eval_retention` is among the metrics of an evaluation (`metric_for_best_model`). What is saved says which anchors had
-    a part in it.
+    `eval_retention` is among the metrics of an evaluation (`metric_for_best_model`). What is saved says which anchors
+    had a part in it.
 
     Args:
         ewc: What the model is held by. The other arguments are the trainer's.
@@ -106,8 +105,8 @@ class _BeforeTraining(TrainerCallback):  # type: ignore[misc]
 class EwcCallback(TrainerCallback):  # type: ignore[misc]
     """Holds the model of a trainer by anchors, for those who cannot subclass it: `Trainer(..., callbacks=[this])`.
 
-    It adds the pull after gradients were clipped, for `Trainer` calls its callbacks then (`max_grad_norm=0` makes it the
-    same as `EwcMixin`), and logs nothing.
+    It adds the pull after gradients were clipped, for `Trainer` calls its callbacks then (`max_grad_norm=0` makes it
+    the same as `EwcMixin`), and logs nothing.
 
     Args:
         ewc: What the model is held by.
@@ -126,7 +125,7 @@ class EwcCallback(TrainerCallback):  # type: ignore[misc]
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """See `TrainerCallback`."""
         if self._holding is not None:
-            # Under fp16 a scaler has unscaled by now if anything was clipped, and else the optimizer's step does it.
+            # `Trainer` has looked at the gradients' norm by now, so that under fp16 they are unscaled.
             self._holding.add(1.0, state.global_step)
 
 

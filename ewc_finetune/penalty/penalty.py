@@ -145,17 +145,21 @@ class Penalty:
             layer.trained for layer in self._layers
         )
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that it can be applied at an optimizer's steps: by `attach`, or by hand before each of them.
+    def check_optimizer(self, optimizer: torch.optim.Optimizer, *, alone: bool = True) -> None:
+        """Check that its gradient can be added by hand before each of an optimizer's steps.
+
+        Args:
+            optimizer: The optimizer.
+            alone: Whether it is the only one, and must have some of the parameters.
 
         Raises:
-            UsageError: if this or another penalty is attached to it already, or it has none of the parameters.
+            UsageError: if a penalty is attached to it already, or it has none of the parameters.
         """
         optimizer = _innermost(optimizer)
         hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
         if any(isinstance(getattr(hook, "__self__", None), Penalty) for hook in hooks):
             raise UsageError("a penalty is attached to this optimizer already; once more it would count twice")
-        if not any(self._of(optimizer)) and (self._held or self._layers):
+        if alone and not any(self._of(optimizer)) and (self._held or self._layers):
             raise UsageError("the optimizer has none of the parameters that the penalty holds")
 
     def attach(self, optimizer: torch.optim.Optimizer) -> Attached:
@@ -196,13 +200,13 @@ class Penalty:
         """Add the gradient, or where the step is given a closure have that add it: gradients are there after it."""
         closures = [value for value in (*args[1:], *kwargs.values()) if callable(value)]
         if not closures:
-            self._add_for(optimizer)
+            self.add_for(optimizer)
             return None
         (closure,) = closures
 
         def with_penalty() -> Any:
             loss = closure()
-            self._add_for(optimizer)
+            self.add_for(optimizer)
             return loss
 
         def replaced(value: Any) -> Any:
@@ -210,7 +214,8 @@ class Penalty:
 
         return (args[0], *map(replaced, args[1:])), {key: replaced(value) for key, value in kwargs.items()}
 
-    def _add_for(self, optimizer: torch.optim.Optimizer) -> None:
+    def add_for(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add the penalty's gradient to those of an optimizer's parameters, right before its step."""
         # A fused optimizer unscales by itself, after this.
         scale = getattr(optimizer, "grad_scale", None)
         scale = 1.0 if scale is None else scale

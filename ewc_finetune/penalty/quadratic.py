@@ -69,7 +69,7 @@ def spread_lambdas(lambdas: float | Sequence[float], anchors: int) -> list[float
 
 
 def usual_lambdas(anchors: Sequence[Anchor], rehearses: bool) -> list[float]:
-    """Return the lambda of each anchor that none is given for: by its curvature, less where old inputs are rehearsed."""
+    """Return the lambda of each anchor, where none is given: by its curvature, less where old inputs are rehearsed."""
     part = BESIDE_REHEARSAL if rehearses else 1.0
     return [part * DEFAULT_LAMBDA[anchor.provenance.curvature] for anchor in anchors]
 
