@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from ewc_finetune.choices import CURVATURE_DTYPES, CURVATURES, KNOWN_ESTIMATORS, LIKELIHOODS
-from ewc_finetune.data.columns import are_columns
+from ewc_finetune.data.columns import is_table_record
 from ewc_finetune.data.transform import is_transform
 from ewc_finetune.errors import AnchorError
 from ewc_finetune.storage.json_fields import (
@@ -158,14 +158,17 @@ is_head = nullable(has(id=is_text, parameters=list_of(is_text)))
 _is_parent = has(sha256=nullable(is_text), provenance=has(lineage=optional(_is_lineage)), **{"lambda": is_number})
 
 
+_is_names = optional(nullable(object_of(_is_shape)))
+
+
 def _is_input(value: Any) -> bool:
-    return has(shape=optional(_is_shape), raw=optional(is_flag))(value) and is_transform(value) and are_columns(value)
+    form = has(shape=optional(_is_shape), raw=optional(is_flag), names=_is_names)
+    return form(value) and is_transform(value) and is_table_record(value)
 
 
 def _is_layout(value: Any) -> bool:
-    names = optional(nullable(object_of(_is_shape)))
-    form = has(shape=_is_shape, flat=is_flag, bytes_to_unit=is_flag, raw=optional(is_flag), names=names)
-    return form(value) and is_transform(value) and are_columns(value)
+    form = has(shape=_is_shape, flat=is_flag, bytes_to_unit=is_flag, raw=optional(is_flag), names=_is_names)
+    return form(value) and is_transform(value) and is_table_record(value)
 
 
 def _is_active(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shlex
 import sys
 from collections.abc import Callable, Collection
 from typing import Any
@@ -159,9 +160,10 @@ def with_outputs(text: str, outputs: int) -> str:
     address = parse(text)
     named = address.head in BUILTIN or address.head.startswith((TORCHVISION, TIMM))
     if not (named or "num_classes" in address.options or _takes_num_classes(address)):
+        said = Address(address.head, {**address.options, "num_classes": "N"})
         raise ArchitectureError(
-            f"{text} does not take its number of outputs, so a model with {outputs} could not be built again. Give "
-            f"{address.head} an argument num_classes"
+            f"{text} does not take its number of outputs, so a model with {outputs} could not be built again. Say its "
+            f"present number N with {as_option(said)}, or give {address.head} an argument num_classes if it has none"
         )
     return str(Address(address.head, {**address.options, "num_classes": str(outputs)}))
 
@@ -189,18 +191,28 @@ def _find(address: Address, trusted: bool, note: Callable[[str], None] | None = 
         return _torchvision(name)
     if head.startswith(TIMM):
         return _timm(name)
-    factory = (
-        find(head, "architecture", ArchitectureError)
-        if trusted
-        else find_own(head, "architecture", "--arch", ArchitectureError, note, only_classes=True)
-    )
+    factory = find(head, "architecture", ArchitectureError) if trusted else find_own(head, as_option(address), note)
     is_module_class = isinstance(factory, type) and issubclass(factory, nn.Module)
     if not is_module_class and not (trusted and callable(factory)):
         raise ArchitectureError(
             f"{head} is not a subclass of torch.nn.Module"
-            + ("" if trusted else ", and a file may name nothing else. If you trust it, name it yourself with --arch")
+            + (
+                ""
+                if trusted
+                else f", and a file may name nothing else. If you trust it, name it yourself with {as_option(address)}"
+            )
         )
     return factory  # type: ignore[return-value]
+
+
+def as_option(architecture: Address | str) -> str:
+    """Return the option that names an architecture, to be copied, or without it where Python's own code is named.
+
+    A shell takes it for one word. Of what comes with Python no part is a model.
+    """
+    text = str(architecture)
+    comes_with_python = text.partition(":")[0].partition(".")[0] in sys.stdlib_module_names
+    return "--arch" if comes_with_python else f"--arch {shlex.quote(text)}"
 
 
 def _torchvision(name: str) -> Callable[..., object]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ewc_finetune.anchor.provenance import is_head
-from ewc_finetune.data.columns import are_columns
+from ewc_finetune.data.columns import is_table_record
 from ewc_finetune.data.transform import Assumption, is_transform
 from ewc_finetune.errors import CheckpointError, UsageError
 from ewc_finetune.hub.address import HubAddress
@@ -87,7 +87,11 @@ class ModelMetadata:
 
 _FIELDS: dict[str, Check] = {
     "architecture": nullable(is_text),
-    "input": lambda value: has(shape=optional(is_list))(value) and is_transform(value) and are_columns(value),
+    "input": lambda value: (
+        has(shape=optional(is_list), names=optional(nullable(is_object)))(value)
+        and is_transform(value)
+        and is_table_record(value)
+    ),
     "classes": nullable(is_list),
     "lineage": list_of(is_object),
     "frozen": is_list,

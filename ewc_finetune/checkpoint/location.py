@@ -11,7 +11,7 @@ from ewc_finetune.checkpoint.published import is_published, name_of
 from ewc_finetune.errors import HubError
 from ewc_finetune.hub.address import MODEL, HubAddress, is_address, parse_address, parse_model_name
 from ewc_finetune.hub.anchor_files import ANCHOR_FILES, HubAnchor, anchor_in, fetch_with_parts, has_anchor, is_pushed
-from ewc_finetune.hub.client import UnreachableError, hub_errors
+from ewc_finetune.hub.client import hub_errors, not_in_the_cache
 from ewc_finetune.hub.repository import Repository, look_up, remember
 
 Location: TypeAlias = Path | HubAddress
@@ -101,7 +101,7 @@ def _fetch_folder(repository: Repository) -> Path:
 
     address = repository.address
     if "config.json" not in repository.files and repository.cached is not None:
-        raise UnreachableError(f"{address} is not in the cache, and the Hub could not be asked")
+        raise not_in_the_cache(address, "the Hub could not be asked")
     if "config.json" not in repository.files and has_anchor(repository):
         raise HubError(f"{address} has an anchor and no model. An anchor is named hf://{address.repository}")
     ignored = list(_NOT_DOWNLOADED)

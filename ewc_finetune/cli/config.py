@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +37,8 @@ def config_option(of_run: Callable[[MutableMapping[str, Any]], None] | None = No
         is_eager=True,
         expose_value=False,
         callback=configured,
-        help="Take options from a TOML file (lambda = 100), a run folder or its run.json; those given here win.",
+        help="Take options from a TOML file (lambda = 100), a run folder or its run.json; those given here win. Code "
+        "that it names runs with --trust-code alone.",
     )
 
 
@@ -67,42 +69,26 @@ def _take(context: click.Context, path: Path, of_run: Callable[[MutableMapping[s
 
 
 def check_named(context: click.Context, note: Callable[[str], None]) -> None:
-    """See that the functions and classes that a file's options name are the user's own, and say which are imported.
-
-    What stands on the command line may be anything.
+    """Refuse code that a file's options name, unless the command line trusts it; what is run is said.
 
     Raises:
-        EwcError: naming what is not, and the option to repeat on the command line.
+        UsageError: naming the code, and what the command line may say.
     """
     paths = context.meta.get(_PATHS, {})
-    declared = [option for option in context.command.params if isinstance(option, DeclaredOption)]
-    naming = {str(option.name): option.declared.code for option in declared if option.declared.code}
-    named = {name: paths[name] for name in naming if name in paths and _is_from_file(context, name)}
-    if not named:
+    from_file = {name: context.params[name] for name in paths if _is_from_file(context, name)}
+    if not from_file:
         return
-    from ewc_finetune.checkpoint.architecture import names_code as code_of_architecture
-    from ewc_finetune.checkpoint.location import is_there
-    from ewc_finetune.data.sources import names_code as code_of_data
-    from ewc_finetune.likelihood.objective import names_code as code_of_loss
-    from ewc_finetune.specs.importing import find_own, working_directory_on_path
+    from ewc_finetune.finetuning.request import code_named
 
-    options = {option.name: option for option in context.command.params}
-    codes = {"architecture": code_of_architecture, "data": code_of_data, "loss": code_of_loss}
-    wrong: list[str] = []
-    for name, path in named.items():
-        value, option = context.params[name], f"--{_name(options[name])}"
-        texts = [value] if isinstance(value, str) else value or []
-        for text in dict.fromkeys(texts):
-            head = None if name == "model" and is_there(text) else codes[str(naming[name])](text)
-            if head is None:
-                continue
-            try:
-                with working_directory_on_path(first=True):
-                    find_own(head, str(naming[name]), option, UsageError, note)
-            except UsageError as error:
-                wrong.append(f"{path}: {error}")
-    if wrong:
-        raise UsageError("; ".join(dict.fromkeys(wrong)))
+    names = {option.name: f"--{_name(option)}" for option in context.command.params}
+    for name, texts in code_named(from_file).items():
+        said = shlex.join(word for text in texts for word in (names[name], text))
+        if not context.params["trust_code"]:
+            raise UsageError(
+                f"{paths[name]} names code: {said}. It would run as it stands there, and a file's word is not enough "
+                f"for that. Add --trust-code if you know and trust who wrote the file, or give {names[name]} yourself"
+            )
+        note(f"{paths[name]} names code, which runs: {said}")
 
 
 def _is_from_file(context: click.Context, name: str) -> bool:

@@ -38,7 +38,7 @@ def consolidate(
     from ewc_finetune.commands.consolidate import default_output
     from ewc_finetune.commands.dry_run import dry_run as estimate
 
-    options["output"] = output or default_output(model)
+    options["output"] = output or default_output(model, data)
     if dry_run:
         printer.document(estimate(run, model, data, progress=printer, **options), "dry-run")
         return

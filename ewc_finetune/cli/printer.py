@@ -40,7 +40,7 @@ class Printer:
         command: The command's name.
     """
 
-    def __init__(self, quiet: bool, verbose: bool, as_json: bool, command: str = "") -> None:
+    def __init__(self, quiet: bool = False, verbose: bool = False, as_json: bool = False, command: str = "") -> None:
         self.quiet = quiet
         self.verbose = verbose
         self.as_json = as_json

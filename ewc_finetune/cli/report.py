@@ -33,12 +33,14 @@ if TYPE_CHECKING:
 def report(runs: tuple[str, ...], output: str | None, overwrite: bool, title: str | None, printer: Printer) -> None:
     """Say what came of RUN on one page of HTML, which fetches and runs nothing.
 
-    RUN is a run folder that finetune wrote (NAME.run), or a folder that holds several; several are compared, those
-    without anchors or at lambda 0 being plain fine-tuning.
+    RUN is a run folder that finetune wrote (NAME.run), or a folder that holds several; several are compared, as
+    far as they learned the same data, those without anchors or at lambda 0 being plain fine-tuning.
     """
     from ewc_finetune.commands.report import report as run
 
     made = run(list(runs), output=output, overwrite=overwrite, title=title, progress=printer)
     printer.note(made.sentence)
+    for part in made.parts if len(made.parts) > 1 else ():
+        printer.note(f"{part.heading}: {part.sentence}")
     printer.note(f"{made.path}: {made.path.stat().st_size:,} bytes")
     printer.result(made.to_json())

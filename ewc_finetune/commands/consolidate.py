@@ -21,7 +21,7 @@ from ewc_finetune.anchor.anchor import Anchor, validate
 from ewc_finetune.anchor.half_precision import rounded
 from ewc_finetune.anchor.probe_tensors import Probe
 from ewc_finetune.anchor.provenance import Provenance
-from ewc_finetune.checkpoint.architecture import builds_by_itself
+from ewc_finetune.checkpoint.architecture import as_option, builds_by_itself
 from ewc_finetune.checkpoint.checkpoint import FROZEN
 from ewc_finetune.checkpoint.location import local_name
 from ewc_finetune.checkpoint.open import LoadedModel, open_model
@@ -51,7 +51,7 @@ from ewc_finetune.rehearsal.held_out import LEAST
 from ewc_finetune.runs.idle import CONSOLIDATE, say_idle
 from ewc_finetune.specs.options import takes
 from ewc_finetune.specs.patterns import matching
-from ewc_finetune.specs.query import parse
+from ewc_finetune.specs.query import in_file_name, parse
 from ewc_finetune.storage.atomic import beside, check_output
 
 
@@ -136,7 +136,7 @@ def plan(options: ConsolidateOptions, opened: LoadedModel | None = None) -> Cons
     if not isinstance(model, nn.Module) and architecture is not None and not builds_by_itself(architecture):
         progress.note(
             f"{architecture} is no subclass of torch.nn.Module in a module of your own, and a file may name nothing "
-            "else: give --arch again with the anchor"
+            f"else, so say it with the anchor too: {as_option(architecture)}"
         )
     if options.samples == "auto" and not domains[0].indexable:
         progress.note(f"{domains[0].name} comes in an order of its own, in which --samples auto takes it")
@@ -329,9 +329,16 @@ def _name_of(domain: Domain) -> str:
     return Path(place).stem or kind if kind != "generate" else kind
 
 
-def default_output(model: str | Path) -> Path:
-    """Return where the anchor of a checkpoint goes: beside it, `model.pt` to `model.anchor.safetensors`."""
-    return beside(local_name(model), ".anchor.safetensors")
+def default_output(model: str | Path, data: str | Sequence[str]) -> Path:
+    """Return where the anchor of a checkpoint goes: beside it, `model.pt` to `model.anchor.safetensors`.
+
+    That of an anchor's own weights is named for the data too: `a.anchor.safetensors` to `a-digits.anchor.safetensors`.
+    """
+    place = local_name(model)
+    stem = place.name.removesuffix(".anchor.safetensors")
+    if stem != place.name:
+        place = place.with_name(f"{stem}-{in_file_name(data)}")
+    return beside(place, ".anchor.safetensors")
 
 
 def _identity(parameters: Mapping[str, torch.Tensor]) -> Fisher:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from ewc_finetune.finetuning.options import FinetuneOptions
 from ewc_finetune.finetuning.plan import plan
 from ewc_finetune.finetuning.run import run
 from ewc_finetune.specs.options import takes
+from ewc_finetune.specs.query import in_file_name
 from ewc_finetune.storage.atomic import beside
 
 
@@ -39,5 +39,4 @@ def default_output(model: str | Path | None, anchors: Sequence[str | Path], data
     source = local_name(anchors[-1]) if anchors else named
     stem = beside(source, "").name.removesuffix(".anchor")
     ending = ending_of(model if model is not None and there else anchors[-1] if anchors else source)
-    each = [re.sub(r"[^A-Za-z0-9]+", "-", one).strip("-") for one in ([data] if isinstance(data, str) else data)]
-    return source.with_name(f"{stem}-{'+'.join(each)}{ending}")
+    return source.with_name(f"{stem}-{in_file_name(data)}{ending}")

@@ -14,7 +14,7 @@ from ewc_finetune.finetuning.options import FinetuneOptions
 from ewc_finetune.progress import Progress, Silent
 from ewc_finetune.reporting.comparison import grouped
 from ewc_finetune.reporting.outcome import Outcome, outcome_of
-from ewc_finetune.reporting.page import GENERATOR, Part, part_of, render
+from ewc_finetune.reporting.page import GENERATOR, Part, headline, part_of, render
 from ewc_finetune.runs.record import Run, read_run, recover_run
 from ewc_finetune.specs.options import settings
 from ewc_finetune.storage.atomic import atomic_write, check_output
@@ -28,8 +28,8 @@ class Report:
 
     Attributes:
         path: The file.
-        sentence: The outcome in one sentence.
-        parts: The sections of the page, one for each new domain.
+        sentence: The outcome in one sentence; of runs that cannot be compared, how many there are of each kind.
+        parts: The sections of the page, one for each kind of runs: what they learned, under which likelihood.
     """
 
     path: Path
@@ -41,9 +41,15 @@ class Report:
         return {
             "report": str(self.path),
             "sentence": self.sentence,
-            "figures": [
-                {key: value for key, value in asdict(figure).items() if key != "style"}
-                for figure in self.parts[0].main.key_figures
+            "figures": _numbers(self.parts[0]) if len(self.parts) == 1 else [],
+            "kinds": [
+                {
+                    "heading": part.heading,
+                    "sentence": part.sentence,
+                    "figures": _numbers(part),
+                    "runs": [str(section.outcome.run.path) for section in part.sections],
+                }
+                for part in self.parts
             ],
             "runs": [
                 {
@@ -62,6 +68,11 @@ class Report:
                 for section in part.sections
             ],
         }
+
+
+def _numbers(part: Part) -> list[dict[str, str]]:
+    """Return the few large numbers of a part."""
+    return [{key: value for key, value in asdict(one).items() if key != "style"} for one in part.main.key_figures]
 
 
 def report(
@@ -106,7 +117,7 @@ def report(
     page = render(parts, title)
     with atomic_write(path, overwrite=overwrite or derived) as temporary:
         temporary.write_bytes(page.encode("utf-8", errors="replace"))
-    return Report(path, parts[0].sentence, parts)
+    return Report(path, headline(parts), parts)
 
 
 def _in_its_sweep(outcome: Outcome) -> Outcome:

@@ -108,7 +108,7 @@ class Consolidating:
         path="file",
         main=True,
         group=Group.OUTPUT,
-        unless="MODEL.anchor.safetensors",
+        unless="MODEL.anchor.safetensors; of an anchor named for the data too",
     )
     overwrite: bool = option(False, "Replace the output if it exists.", group=Group.OUTPUT)
     curvature: Curvature = option(

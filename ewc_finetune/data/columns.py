@@ -1,4 +1,4 @@
-"""What is kept of a table's columns: which are inputs, in what order, and by which numbers of the training data."""
+"""What is kept of a table: which columns are inputs, in what order, by which numbers, and the unit of its targets."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def describe(columns: Sequence[Column]) -> str:
 
 def columns_of(document: Mapping[str, Any]) -> str:
     """Say which columns a record of inputs has and what is done to them, for people; nothing if it has none."""
-    columns = read_columns(document)
-    names, done = ", ".join(column.name for column in columns), describe(columns)
-    return f"{names}; {done}" if done else names
+    columns, unit = read_columns(document), document.get("target_unit")
+    names, target = ", ".join(column.name for column in columns), f"targets divided by {unit:,g}" if unit else ""
+    return "; ".join(filter(None, (names, describe(columns), target)))
 
 
 def read_columns(document: Mapping[str, Any]) -> tuple[Column, ...]:
-    """Return the columns that a record of inputs has, none if it has none; see `are_columns`."""
+    """Return the columns that a record of inputs has, none if it has none; see `is_table_record`."""
     return tuple(
         Column(
             one["name"],
@@ -77,25 +77,24 @@ def read_columns(document: Mapping[str, Any]) -> tuple[Column, ...]:
     )
 
 
-def are_columns(document: Mapping[str, Any]) -> bool:
-    """Whether what a file says of columns, among other things, can be so."""
-    columns = document.get("columns")
-    if columns is None:
-        return True
-    if not list_of(_is_column)(columns) or len({one["name"] for one in columns}) < len(columns):
+def is_table_record(document: Mapping[str, Any]) -> bool:
+    """Whether what a file says of columns and of the unit of targets, among other things, can be so."""
+    if not has(columns=optional(nullable(list_of(_is_column))), target_unit=optional(nullable(_is_divisor)))(document):
         return False
-    for one in columns:
-        names = one.get("categories")
-        if names is not None and not (len(set(names)) == len(names) <= MOST_CATEGORIES):
-            return False
-        if names is not None and (one.get("mean") is not None or one.get("fill")):
-            return False
-        if (one.get("mean") is None) != (one.get("std") is None):
-            return False
-    return True
+    columns = document.get("columns") or []
+    return len({one["name"] for one in columns}) == len(columns) and all(map(_can_be_done, columns))
 
 
-def _is_deviation(value: Any) -> bool:
+def _can_be_done(column: Mapping[str, Any]) -> bool:
+    names = column.get("categories")
+    if names is not None and not (len(set(names)) == len(names) <= MOST_CATEGORIES):
+        return False
+    if names is not None and (column.get("mean") is not None or column.get("fill")):
+        return False
+    return (column.get("mean") is None) == (column.get("std") is None)
+
+
+def _is_divisor(value: Any) -> bool:
     return is_number(value) and value > 0 and math.isfinite(1 / value)
 
 
@@ -104,5 +103,5 @@ _is_column = has(
     categories=optional(nullable(list_of(is_text))),
     fill=optional(nullable(is_number)),
     mean=optional(nullable(is_number)),
-    std=optional(nullable(_is_deviation)),
+    std=optional(nullable(_is_divisor)),
 )

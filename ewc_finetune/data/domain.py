@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
+from ewc_finetune.data.arrays import Arrays
 from ewc_finetune.data.columns import Column
 from ewc_finetune.data.draw import Part, draw_parts
 from ewc_finetune.data.transform import Assumption, Transform
@@ -47,6 +48,7 @@ class Domain:
         augment: What is done to its images at random each time that they are trained on.
         remarks: What a reader should know of how the samples were chosen.
         columns: What was done to the columns of a table; none for other data.
+        target_unit: What numbers to predict are divided by, where data or model say it.
         as_columns: Whether one label to a sample is given as `(n, 1)`, for a model with one real output.
         weight: How often each sample is to be taken in an epoch, in the mean, where it is mixed with others; see
             `mixture`. Once unless given.
@@ -67,6 +69,7 @@ class Domain:
     augment: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
     columns: tuple[Column, ...] = ()
+    target_unit: float | None = None
     as_columns: bool = False
     weight: float | None = None
     parts: tuple[Part, ...] = ()
@@ -85,7 +88,7 @@ class Domain:
     @property
     def read_singly(self) -> bool:
         """Whether samples are read one by one, rather than cut from tensors in memory or taken in batches."""
-        return self.indexable and not (isinstance(self.samples, TensorDataset) and self.collate is None)
+        return self.indexable and not (isinstance(self.samples, (TensorDataset, Arrays)) and self.collate is None)
 
     @property
     def size(self) -> int | None:
@@ -186,15 +189,16 @@ class Domain:
         Raises:
             DataError: if samples are not tensors, or don't have one shape.
         """
-        if isinstance(self.samples, TensorDataset) and not self.read_singly:
+        if isinstance(self.samples, (TensorDataset, Arrays)) and not self.read_singly:
             # Whole batches are cut from the tensors: no loader, no collating of single samples.
             tensors, order = self.samples.tensors, self._order(shuffle)
+            put = self.samples.named if isinstance(self.samples, Arrays) else list[Tensor]
             for start in range(skip * batch_size, self.size or 0, batch_size):
                 if order is None:
-                    yield self._read([tensor[start : start + batch_size] for tensor in tensors])
+                    yield self._read(put([tensor[start : start + batch_size] for tensor in tensors]))
                 else:  # twice as fast as by brackets
                     chosen = order[start : start + batch_size]
-                    yield self._read([tensor.index_select(0, chosen) for tensor in tensors])
+                    yield self._read(put([tensor.index_select(0, chosen) for tensor in tensors]))
             return
         try:
             for batch in self._loader(batch_size, shuffle, workers, skip):
@@ -237,7 +241,8 @@ class Domain:
             parts = batch if isinstance(batch, (tuple, list)) else [batch]
             raise DataError(
                 f"a batch of {self.name} is ({', '.join(map(_kind, parts))}); expected (inputs, labels) or inputs "
-                "alone, where inputs are a tensor or a dictionary of tensors and labels a tensor"
+                "alone, where inputs are a tensor or a dictionary of tensors and labels a tensor. Several inputs are a "
+                "dictionary, by the names of the model's arguments: ({'left': a, 'right': b}, labels)"
             )
         inputs = inputs if isinstance(inputs, Tensor) else dict(inputs)
         if labels is not None and self.as_columns and labels.ndim == 1:
@@ -254,7 +259,7 @@ def as_domain(data: object, name: str = "data") -> Domain:
     if isinstance(data, Domain):
         return data
     if _is_map_style(data):
-        labels = data.tensors[1] if isinstance(data, TensorDataset) and len(data.tensors) > 1 else None
+        labels = data.tensors[1] if isinstance(data, TensorDataset) and len(data.tensors) == 2 else None
         classes = getattr(data, "classes", None)
         return Domain(name, data, classes=None if classes is None else tuple(map(str, classes)), labels=labels)
     if isinstance(data, Iterator):
@@ -271,6 +276,8 @@ def _batched(order: Sequence[int], batch_size: int) -> BatchSampler:
 def _kind(part: Any) -> str:
     if isinstance(part, Mapping):
         return "{" + ", ".join(f"{name}: {type(value).__name__}" for name, value in part.items()) + "}"
+    if isinstance(part, (tuple, list)):
+        return f"({', '.join(type(value).__name__ for value in part[:4])}{', ...' if len(part) > 4 else ''})"
     return type(part).__name__
 
 

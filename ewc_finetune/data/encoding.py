@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ewc_finetune.data.columns import MOST_CATEGORIES, Column
 from ewc_finetune.data.options import DataOptions
-from ewc_finetune.data.table_files import Frame, NoNumberError, is_number
+from ewc_finetune.data.table_files import Frame, NoNumberError, is_with_comma
 from ewc_finetune.errors import DataError, counted, few
 
 # So many categories may be of few rows each; with more, they are half as many as the rows at most.
@@ -74,11 +74,15 @@ def find_columns(frame: Frame, names: Sequence[str], options: DataOptions, train
     if texts:
         said = [f"{name!r} ({error.value!r} in {frame.where(error.row)})" for name, error in texts]
         columns = "columns" if len(texts) > 1 else "column"
-        commas = any("," in error.value and is_number(error.value.replace(",", ".")) for _, error in texts)
+        commas = any(is_with_comma(error.value) for _, error in texts)
         listed = ",".join(name for name, _ in texts)
         raise DataError(
             f"{frame.path}: not all values are numbers in {columns} {few(said)}. "
-            + ("If a comma is the decimal point, say decimal=comma. " if commas else "")
+            + (
+                "If a comma is the decimal point, say decimal=comma; those between thousands have to go. "
+                if commas
+                else ""
+            )
             + f"Leave out what says nothing (ignore={listed}), make categories of texts (onehot={listed}), or say "
             "which is the target or the text of each row (target=COLUMN, text=COLUMN). If the first line is a row like "
             "the others: header=0"

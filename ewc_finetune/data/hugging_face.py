@@ -15,8 +15,8 @@ from ewc_finetune.choices import Split
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.numbering import BY_DATASET
 from ewc_finetune.data.options import DataOptions
-from ewc_finetune.data.tables import TEXTS, check_column, labels_of, numbering_of, target_columns
-from ewc_finetune.data.texts import Texts, TextStream
+from ewc_finetune.data.tables import TEXTS, in_unit, labels_of, numbering_of, target_columns, text_columns
+from ewc_finetune.data.texts import Texts, TextStream, as_texts
 from ewc_finetune.errors import DataError, UsageError, first_line
 from ewc_finetune.specs.query import Address
 
@@ -84,32 +84,33 @@ def of_rows(rows: Any, name: str, options: DataOptions, split: Split | None = No
     columns = list(rows.column_names or [])
     targets = target_columns(options.target, columns, name)
     classes = _class_names(rows, targets)
-    text = options.text or next((column for column in TEXTS if column in columns), None)
-    if text is not None:
-        check_column(text, columns, name, "text")
+    texts = text_columns(options.text, columns, name)
     if not hasattr(rows, "__len__"):
-        if text is None or len(targets) > 1:
+        if not texts or len(targets) > 1:
             raise UsageError(f"{name}: a stream is of texts, with one target at most; name the column with text=")
         if options.labels is not None:
             raise UsageError(f"{name}: the labels of a stream are not known beforehand; leave stream=1 or labels= out")
-        stream = TextStream(rows, text, targets[0] if targets else None, length=options.length)
-        return Domain(name, stream, classes, split=split)
+        target = targets[0] if targets else None
+        stream = TextStream(rows, texts, target, length=options.length, unit=options.unit)
+        return Domain(name, stream, classes, split=split, target_unit=options.unit)
     columns_of_targets = [rows[column] for column in targets]
     if options.labels is not None and classes is not None:
         columns_of_targets = [_by_name(columns_of_targets[0], classes, f"{name}: {targets[0]}")]
     labels, names = labels_of(columns_of_targets, f"{name}: {', '.join(targets)}", options.labels)
     numbering = BY_DATASET if names is None and classes is not None else numbering_of(names, options)
     classes = names or classes
-    if text is not None:
-        texts = Texts(rows[text], labels, options.length, options.pack)
-        return Domain(name, texts, classes, labels, split, numbering=numbering)
+    labels = in_unit(labels, classes, options, f"{name}: {', '.join(targets)}")
+    if texts:
+        samples = Texts(as_texts([rows[column] for column in texts]), labels, options.length, options.pack)
+        return Domain(name, samples, classes, labels, split, numbering=numbering, target_unit=options.unit)
     image = next((column for column in _IMAGES if column in columns), None)
     if image is None:
         raise UsageError(
-            f"{name}: which column has the texts? Name it with text=COLUMN. It has {', '.join(columns)}. "
-            "A file of numbers and categories is table:FILE"
+            f"{name}: which column has the texts? Name it with text=COLUMN, or text=A,B for pairs. It has "
+            f"{', '.join(columns)}. A file of numbers and categories is table:FILE"
         )
-    return Domain(name, ImageColumn(rows[image], labels, options), classes, labels, split, numbering=numbering)
+    images = ImageColumn(rows[image], labels, options)
+    return Domain(name, images, classes, labels, split, numbering=numbering, target_unit=options.unit)
 
 
 def _by_name(labels: Sequence[Any], classes: Sequence[str], where: str) -> list[str]:

@@ -57,7 +57,7 @@ class ImageFiles(Dataset[Any]):
         if self.alike and tuple(image.shape) != self.shape:
             raise DataError(
                 f"{path} has shape {tuple(image.shape)} and the images before it {self.shape}; "
-                "make them alike with ?size=PIXELS"
+                "make them alike with ?size=PIXELS, or ?resize=256&crop=224, as the model's own images were"
             )
         return image if label is None else (image, label)
 
@@ -84,7 +84,12 @@ def load_image_folder(address: Address, place: str, split: Split, options: DataO
     numbers = {name: number for number, name in enumerate(classes)}
     files = make_dataset(str(folder), numbers, extensions=IMG_EXTENSIONS, allow_empty=True) if classes else []
     if not files:
-        raise DataError(f"{folder} holds no images. Expected a folder for each class, with images in it")
+        here = any(file.suffix.lower() in IMG_EXTENSIONS for file in folder.iterdir())
+        raise DataError(
+            f"{folder} holds images, and no folder for each class. Without labels they are images:{folder}"
+            if here
+            else f"{folder} holds no images. Expected a folder for each class, with images in it"
+        )
     labels = torch.tensor([label for _, label in files], dtype=torch.long)
     return Domain(
         str(address),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ class InputSpec:
         transform: What is done to images as they come; what it says of their size is done before they are samples.
         raw: Whether samples are such images; others, which are somebody's inputs already, are not normalised again.
         columns: What was done to the columns of a table before they were samples; none for other data.
+        target_unit: What the numbers to predict were divided by, if by anything.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +44,7 @@ class InputSpec:
     transform: Transform = field(default_factory=Transform)
     raw: bool = True
     columns: tuple[Column, ...] = ()
+    target_unit: float | None = None
 
     def present(self, samples: Inputs, dtype: torch.dtype) -> Inputs:
         """Turn a batch of samples into inputs of the model, floating-point ones in `dtype`."""
@@ -77,6 +80,8 @@ class InputSpec:
             document["names"] = {name: list(shape) for name, shape in self.names.items()}
         if self.columns:
             document["columns"] = [column.to_json() for column in self.columns]
+        if self.target_unit not in (None, 1):
+            document["target_unit"] = self.target_unit
         return document | self.transform.to_json() | ({} if self.raw else {"raw": False})
 
     @classmethod
@@ -91,6 +96,7 @@ class InputSpec:
             transform=Transform.read(document),
             raw=document.get("raw", True),
             columns=read_columns(document),
+            target_unit=document.get("target_unit"),
         )
 
 
@@ -117,16 +123,17 @@ def find_input_spec(
         DataError: if the sample goes into the model in neither way; the shapes are named.
     """
     sample, name = each(lambda tensor: tensor.to(device), domain.first()), domain.name
-    dtype = dtype_of(model)
+    dtype, unit = dtype_of(model), domain.target_unit
     refusals = []
     if isinstance(sample, Tensor):
         shape, as_bytes = tuple(sample.shape[1:]), sample.dtype == torch.uint8
         transform, raw = transform_of(domain, sample)
         ways = (False, True) if len(shape) > 1 else (False,)
-        input_specs = [InputSpec(shape, flat, as_bytes, None, transform, raw, domain.columns) for flat in ways]
+        input_specs = [InputSpec(shape, flat, as_bytes, None, transform, raw, domain.columns, unit) for flat in ways]
     else:
         shape = ()
-        input_specs = [InputSpec((), False, False, {key: tuple(tensor.shape[1:]) for key, tensor in sample.items()})]
+        shapes = {key: tuple(tensor.shape[1:]) for key, tensor in sample.items()}
+        input_specs = [InputSpec((), False, False, shapes, target_unit=unit)]
     for input_spec in input_specs:
         try:
             with evaluating(model), unchanged(model), torch.no_grad(), random_state_kept(device):
@@ -143,13 +150,37 @@ def find_input_spec(
             refusals.append(f"{'flattened' if input_spec.flat else 'as it is'}: {error}"[:200])
             continue
         return input_spec, tuple(outputs.shape[1:])
+    names = (recorded or {}).get("names") or {}
+    if names and (isinstance(sample, Tensor) or set(names) != set(sample)):
+        found = "a single tensor" if isinstance(sample, Tensor) else f"dictionaries of {', '.join(sample)}"
+        raise DataError(
+            f"{name}: its samples are {found}, and the model takes {', '.join(names)} by name. Of a file of arrays: "
+            f"inputs={','.join(names)}"
+        )
+    described = f"shape {_show(shape)}" if isinstance(sample, Tensor) else input_specs[0].describe()
     wanted = (recorded or {}).get("shape")
     if wanted and list(wanted) != list(shape):
-        raise DataError(f"{name}: samples have shape {_show(shape)}; the model takes {_show(wanted)}.{_advice(wanted)}")
-    described = f"shape {_show(shape)}" if isinstance(sample, Tensor) else input_specs[0].describe()
+        verb = "have" if isinstance(sample, Tensor) else "are"
+        raise DataError(f"{name}: samples {verb} {described}; the model takes {_show(wanted)}.{_advice(wanted)}")
     image = isinstance(sample, Tensor) and sample.ndim == 4
     hint = ". To convert images, add channels=1|3 or size=PIXELS behind the data's question mark" if image else ""
+    hint = (_needed(model) if isinstance(sample, Tensor) else "") or hint
     raise DataError(f"{name}: a sample of {described} does not go into the model ({'; '.join(refusals)}){hint}")
+
+
+def _needed(model: nn.Module) -> str:
+    """Say how several inputs are given, where the model needs more than one."""
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):  # a program's
+        return ""
+    needed = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    if len(needed) < 2:
+        return ""
+    return (
+        f". Its forward takes {', '.join(needed)}: give a dictionary by these names, of a file of arrays by "
+        f"npz:FILE?inputs={','.join(needed)}"
+    )
 
 
 def transform_of(domain: Domain, sample: Tensor) -> tuple[Transform, bool]:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ewc_finetune.errors import DataError, few
 
+# So many names may be of one sample each; of more, at most this share of the labels are different ones.
+_FEW_NAMES, _DIFFERENT = 20, 0.9
 # The ways in which names of classes are numbered, in words.
 BY_NAME = "in alphabetical order"
 AS_LISTED = "in the order of labels="
@@ -40,9 +42,15 @@ def number(values: Sequence[str], names: tuple[str, ...] | None, where: str) -> 
         The numbers, and the names by number.
 
     Raises:
-        DataError: if there is a label that is none of the names.
+        DataError: if there is a label that is none of the names, or there are none and nearly all labels differ.
     """
     present = sorted(set(values))
+    if names is None and len(present) > _FEW_NAMES and len(present) > _DIFFERENT * len(values):
+        raise DataError(
+            f"{where}: {len(present):,} of {len(values):,} labels are different, such as {present[0][:50]!r}, and "
+            "hardly name classes. Are they what is to be predicted (target=NAME), or are text= and target= swapped? If "
+            "each is a class, labels= names all of them"
+        )
     names = tuple(present) if names is None else names
     check_names(present, names, where)
     numbers = {name: n for n, name in enumerate(names)}

@@ -44,8 +44,8 @@ class DataOptions:
         weight: Take each sample so often in an epoch, in the mean, where data is trained on, mixed with others or not.
         offset: Add so much to every label, after `classes`, where the model numbers these classes after others.
         active: The model's outputs that count for this data, in the numbers that labels have then; all unless given.
-        text: The column of the texts.
-        inputs: The array of the inputs.
+        text: The column of the texts, or the two whose texts are pairs.
+        inputs: The array of the inputs; several are a dictionary by their names.
         target: The column or array of the targets; several columns are joined by commas.
         labels: Names of the model's outputs, in their order, which labels are then numbered by.
         length: How many tokens to keep of each text, or to generate.
@@ -61,7 +61,7 @@ class DataOptions:
         missing: What stands for numbers that are missing in a table: one number, or the `mean` of each column.
         standardise: Whether columns of numbers are standardised; as the model's own were unless given.
         unseen: `zeros`: a category that the training data did not have is none of them. It is refused otherwise.
-        unit: What a table's targets are divided by.
+        unit: What numbers to predict are divided by; as the model's own were unless given.
         decimal: `comma` where 1,5 is a number of a table, and not 1.5.
         test: The share of a table's rows that is held out as its test split.
     """
@@ -78,8 +78,8 @@ class DataOptions:
     weight: float | None = None
     offset: int = 0
     active: tuple[range, ...] | None = None
-    text: str | None = None
-    inputs: str | None = None
+    text: tuple[str, ...] | None = None
+    inputs: tuple[str, ...] | None = None
     target: str | None = None
     labels: tuple[str, ...] | None = None
     length: int | None = None
@@ -207,6 +207,13 @@ def _classes(text: str) -> tuple[range, ...]:
     return tuple(parts)
 
 
+def _one_or_two(text: str) -> tuple[str, ...]:
+    names = read_names(text)
+    if not 1 <= len(names) <= 2:
+        raise ValueError
+    return names
+
+
 def _whole(text: str) -> int:
     if not text.isdecimal() or len(text) > 18:  # what torch can hold
         raise ValueError
@@ -297,8 +304,8 @@ COMMON = tuple(_READERS)
 _OF_TRANSFORM = ("size", "resize", "crop", "interpolation", "mean", "std")
 # Options of some kinds of data alone.
 _OWN: dict[str, tuple[Callable[[str], object], str]] = {
-    "text": (str, "the name of a column"),
-    "inputs": (str, "the name of an array"),
+    "text": (_one_or_two, "the name of a column, or of two whose texts are a pair such as question,answer"),
+    "inputs": (read_names, "the name of an array, or of several such as image,mask; none empty, none twice"),
     "target": (str, "the name of a column or an array"),
     "labels": (read_names, "names in the order of the model's outputs such as cat,dog; none empty, none twice"),
     "length": (_positive, "a number of tokens, at least 1"),

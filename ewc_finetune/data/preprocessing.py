@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -61,7 +62,7 @@ def preprocessed(domain: Domain, task: ModelTask | None, model: nn.Module, label
                 f"{domain.name} has texts, and {label} is no language model or text classifier of transformers with "
                 "its tokenizer. Name its folder, or turn the texts into tensors of token ids first"
             )
-        return _of_texts(domain, kind, task, model)
+        return _of_texts(domain, kind, task, model, label)
     if task is not None and task.kind == "image classification" and _is_image(domain):
         if isinstance(kind, ImageFiles):  # the processor makes them alike
             domain = replace(domain, samples=replace(kind, alike=False))
@@ -90,12 +91,16 @@ def _only_from_python(name: str, label: str, task: str) -> str:
     )
 
 
-def _of_texts(domain: Domain, samples: Texts | TextStream | Generated, task: ModelTask, model: nn.Module) -> Domain:
+def _of_texts(
+    domain: Domain, samples: Texts | TextStream | Generated, task: ModelTask, model: nn.Module, label: str
+) -> Domain:
     tokenizer = _tokenizer(task.folder)
     length = min(samples.length or task.length or _LENGTH, task.length or 1 << 30)
     if task.kind == "masked language model" and tokenizer.mask_token_id is None:
         raise DataError(f"{domain.name}: the tokenizer of {task.folder} has no mask token; save one into it")
     filler = _filler(tokenizer, model)
+    if not isinstance(samples, Generated) and samples.paired:
+        _check_pairs(domain.name, task, tokenizer, label)
     if isinstance(samples, Generated):
         if task.kind != "causal language model":
             raise UsageError(f"{domain.name}: a {task.kind} generates nothing; causal language models do")
@@ -106,9 +111,15 @@ def _of_texts(domain: Domain, samples: Texts | TextStream | Generated, task: Mod
         if task.likelihood == "gaussian" and domain.labels is not None and domain.labels.ndim == 1:
             domain = replace(domain, labels=domain.labels.float()[:, None])
 
-        def classified(pairs: list[tuple[str, Tensor | None]]) -> Any:
-            encoded = _encode(tokenizer, [text for text, _ in pairs], length)
-            return _padded(filler, encoded), _labels([label for _, label in pairs], task)
+        paired, told = samples.paired, _is_told_types(model)
+
+        def classified(parts: list[tuple[Any, Tensor | None]]) -> Any:
+            chosen = [text for text, _ in parts]
+            if paired:
+                inputs = _encode_pairs(tokenizer, chosen, length, filler, told)
+            else:
+                inputs = _padded(filler, _encode(tokenizer, chosen, length))
+            return inputs, _labels([label for _, label in parts], task)
 
         return replace(domain, collate=classified)
     # The labels of a language model are the tokens of the text itself.
@@ -140,6 +151,38 @@ class _Ids(torch.utils.data.Dataset[list[int]]):
 def _encode(tokenizer: Any, texts: Sequence[str], length: int) -> list[list[int]]:
     ids: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=length)["input_ids"]
     return ids
+
+
+def _is_told_types(model: Any) -> bool:
+    """Whether a model is told of each token which text of a pair it is of."""
+    takes = "token_type_ids" in inspect.signature(model.forward).parameters
+    return takes and getattr(model.config, "type_vocab_size", 2) > 1
+
+
+def _encode_pairs(
+    tokenizer: Any, pairs: Sequence[tuple[str, str]], length: int, filler: int, told: bool
+) -> dict[str, Tensor]:
+    """Return each pair as one sequence of tokens, with the text that each is of where the model is told."""
+    first, second = (list(texts) for texts in zip(*pairs, strict=True))
+    encoded = tokenizer(first, second, truncation="longest_first", max_length=length)
+    inputs = _padded(filler, encoded["input_ids"])
+    if told and "token_type_ids" in encoded:
+        inputs["token_type_ids"] = _padded(0, encoded["token_type_ids"])["input_ids"]
+    return inputs
+
+
+def _check_pairs(name: str, task: ModelTask, tokenizer: Any, label: str) -> None:
+    """Refuse pairs of texts for a model that does not tell where one ends."""
+    if task.kind != "text classification":
+        raise UsageError(
+            f"{name}: text= names two columns, which is a pair for a text classifier, and {label} is a {task.kind}. "
+            "Name one column"
+        )
+    if tokenizer.num_special_tokens_to_add(pair=True) <= tokenizer.num_special_tokens_to_add(pair=False):
+        raise DataError(
+            f"{name} has pairs of texts, and the tokenizer of {label} puts nothing between two. Join them in one "
+            "column, with words between them as the model knows them, and name that: text=COLUMN"
+        )
 
 
 def _filler(tokenizer: Any, model: Any) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from ewc_finetune.data.arrays import Arrays
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.hugging_face import ImageColumn
 from ewc_finetune.data.images import ImageFiles
@@ -52,7 +53,7 @@ def relabelled(domain: Domain, labels: Tensor, classes: tuple[str, ...] | None) 
     renumbered: Dataset[Any] | None = None
     if isinstance(samples, Table):
         renumbered = samples.with_labels(labels)
-    elif isinstance(samples, (Texts, ImageColumn)):
+    elif isinstance(samples, (Texts, ImageColumn, Arrays)):
         renumbered = replace(samples, labels=labels)
     elif isinstance(samples, ImageFiles):
         paths = [path for path, _ in samples.files]

@@ -16,15 +16,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ewc_finetune.choices import Split
+from ewc_finetune.data.arrays import Arrays
 from ewc_finetune.data.domain import Domain, as_domain
 from ewc_finetune.data.draw import are_classes, describe_draw, draw_evenly
 from ewc_finetune.data.hugging_face import ImageColumn, is_rows, load_hugging_face, of_rows
 from ewc_finetune.data.images import ImageFiles, load_image_folder, load_images
+from ewc_finetune.data.npz import load_npz
 from ewc_finetune.data.options import COMMON, DataOptions, read_options
 from ewc_finetune.data.relabelling import relabelled
 from ewc_finetune.data.table import Table
 from ewc_finetune.data.table_files import ENDINGS as TABLES
-from ewc_finetune.data.tables import load_npz, load_table
+from ewc_finetune.data.tables import load_table
 from ewc_finetune.data.texts import Generated, Texts, TextStream, load_generated, load_text
 from ewc_finetune.data.transform import Transform
 from ewc_finetune.errors import DataError, UsageError, first_line, suggest
@@ -62,6 +64,11 @@ def load_domain(spec: str, default_split: Split, data_dir: str | Path | None = N
             near = {"npz": "npz", "txt": "text", "jsonl": "hf", "json": "hf"}.get(ending)
             near = "table" if f".{ending}" in TABLES else near or "text"
             raise UsageError(f"{spec} is a file; say of what kind it is: {near}:{spec}")
+        if Path(spec).is_dir():
+            raise UsageError(
+                f"{spec} is a folder; say of what kind it is: images:{spec} has images without labels, "
+                f"imagefolder:{spec} a folder of them for each class, and hf:{spec} a dataset"
+            )
         raise UsageError(f"{spec}: no data is called {kind!r}. {suggest(kind, [*_IN_MEMORY, *forms, _FUNCTION])}")
     split: Split = options.split or default_split
     folder = Path(data_dir or os.environ.get(ENVIRONMENT) or Path.home() / ".cache" / "ewc-finetune" / "data")
@@ -229,13 +236,13 @@ def _check_options(domain: Domain, options: DataOptions) -> None:
     images = isinstance(samples, (ImageFiles, ImageColumn))
     if isinstance(samples, TensorDataset):
         images = not isinstance(samples, Table) and samples.tensors[0].ndim == 4
-    others = isinstance(samples, (Texts, TextStream, Generated)) or (arrays and not images)
+    others = isinstance(samples, (Texts, TextStream, Generated, Arrays)) or (arrays and not images)
     for asked, possible, reason in (
         (options.transform.mean is not None, not others, "its samples are no images, so they cannot be normalised"),
         (options.changes_images, images, "its samples are no images, so they cannot be resized, turned or permuted"),
         (
             options.offset,
-            arrays or isinstance(samples, (Texts, ImageColumn, ImageFiles)),
+            arrays or isinstance(samples, (Texts, ImageColumn, ImageFiles, Arrays)),
             "offset is for tables, texts, arrays and images",
         ),
         (options.classes, domain.labels is not None, "its labels are not known beforehand, so none can be chosen"),
@@ -253,6 +260,7 @@ _OF_TABLES = (
     *("text", "target", "labels", "length", "pack", "header", "ignore"),
     *("onehot", "missing", "standardise", "unseen", "unit", "decimal", "test", "seed"),
 )
+_OF_DATASETS = ("config", "revision", "stream")
 # Kinds of data that have a place behind a colon, each with its own options.
 _PLACES: dict[str, tuple[Callable[[Address, str, Split, DataOptions], Domain], tuple[str, ...]]] = {
     "imagefolder": (load_image_folder, ("labels",)),
@@ -260,7 +268,7 @@ _PLACES: dict[str, tuple[Callable[[Address, str, Split, DataOptions], Domain], t
     "npz": (load_npz, ("inputs", "target", "labels")),
     "table": (load_table, _OF_TABLES),
     "csv": (load_table, _OF_TABLES),
-    "hf": (load_hugging_face, ("text", "target", "labels", "length", "pack", "config", "revision", "stream")),
+    "hf": (load_hugging_face, ("text", "target", "labels", "length", "pack", "unit", *_OF_DATASETS)),
     "text": (load_text, ("length", "pack")),
     "generate": (load_generated, ("length", "prompts", "seed")),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import StringIO
@@ -24,6 +25,10 @@ _VALUES_PER_BYTE, _VALUES_ANYWAY = 1000, 1 << 20
 # What stands in a text where there is no value.
 _MISSING = ("", "NA", "N/A", "#N/A", "NaN", "nan", "NULL", "null")
 
+
+# Numbers with points between thousands, and numbers with a comma as decimal point; in the syntax of RE2 too.
+_THOUSANDS = r"^\s*[-+]?[1-9]\d{0,2}(\.\d{3})+(,\d+)?\s*$"
+_COMMA = r"^\s*[-+]?(\d*|[1-9]\d{0,2}(\.\d{3})+),\d+\s*$"
 
 # The largest number of float32.
 _LARGEST = float(np.finfo(np.float32).max)
@@ -151,12 +156,18 @@ def read_table(path: Path, *, header: bool | None = None, decimal_comma: bool = 
 
 
 def _with_points(column: Any) -> Any:
-    """Return a column whose texts that are numbers with a comma have a point in its place."""
+    """Return a column whose texts that are numbers with a comma have a point in its place.
+
+    Where all points of a column can stand between thousands, as in 1.234 and 1.234,5, they do.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
     if not pa.types.is_string(column.type):
         return column
+    thousands = pc.match_substring_regex(column, _THOUSANDS)
+    if pc.all(pc.or_(thousands, pc.invert(pc.match_substring(column, ".")))).as_py():
+        column = pc.if_else(thousands, pc.replace_substring(column, ".", ""), column)
     return pc.replace_substring_regex(column, r"^(\s*[-+]?\d*),(\d+\s*)$", r"\1.\2")
 
 
@@ -288,6 +299,11 @@ def _check_first(first: Sequence[str], path: Path) -> None:
             "seems to have no names of columns. Say header=0, and call the columns by number from 1 (target=1), or "
             "header=1 if these are the names"
         )
+
+
+def is_with_comma(text: str) -> bool:
+    """Whether a text is a number if a comma is the decimal point: 1,5 or 1.234,5."""
+    return "," in text and re.match(_COMMA, text) is not None
 
 
 def is_number(text: str) -> bool:

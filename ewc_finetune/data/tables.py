@@ -1,16 +1,14 @@
-"""Files of arrays and tables: `npz:` and `table:`."""
+"""Files of tables: `table:`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
 from ewc_finetune.choices import Split
 from ewc_finetune.data.domain import Domain
@@ -18,62 +16,14 @@ from ewc_finetune.data.encoding import Rows
 from ewc_finetune.data.numbering import AS_LISTED, BY_NAME, number
 from ewc_finetune.data.options import DataOptions
 from ewc_finetune.data.table import Table
-from ewc_finetune.data.table_files import Frame, NoNumberError, is_number, read_table
-from ewc_finetune.data.texts import Texts
-from ewc_finetune.errors import DataError, EwcError, UsageError, counted, suggest
+from ewc_finetune.data.table_files import Frame, NoNumberError, is_number, is_with_comma, read_table
+from ewc_finetune.data.texts import Texts, as_texts
+from ewc_finetune.errors import DataError, UsageError, counted, suggest
 from ewc_finetune.specs.query import Address
 
 # The names by which columns and arrays are found where the spec does not name them.
 TEXTS = ("text", "sentence", "content")
 TARGETS = ("label", "labels", "target", "y")
-_INPUTS = ("x", "inputs", "images", "features", "data")
-
-
-def load_npz(address: Address, place: str, split: Split, options: DataOptions) -> Domain:
-    """Read arrays: `x` and `y`, or `x_train`, `y_train`, `x_test` and `y_test`; nothing in the file is run."""
-    path = _file(address, place, "npz:arrays.npz?inputs=x&target=y")
-    with _opened(path) as file:
-        names = list(file.files)
-        ending = f"_{split}" if any(name.endswith("_test") for name in names) else ""
-        if options.split and not ending:
-            raise DataError(f"{address}: {path} has no arrays that end in _train and _test, so it has no splits")
-        inputs = _choose(options.inputs, _INPUTS, names, address, "inputs", ending)
-        target = _choose(options.target, TARGETS, names, address, "target", ending, needed=False)
-        tensors, classes = [_tensor(file[str(inputs)], f"{path}: {inputs}")], None
-        if target is not None:
-            labels, classes = _labels_of_array(file, target, options, str(path))
-            tensors.append(labels)
-        elif options.labels is not None:
-            raise UsageError(f"{address}: labels= names classes, and there is no array of labels; name it with target=")
-    if len({len(tensor) for tensor in tensors}) > 1:
-        raise DataError(f"{path}: {inputs} has {len(tensors[0])} samples and {target} {len(tensors[1])}")
-    return Domain(
-        str(address),
-        TensorDataset(*tensors),
-        classes,
-        tensors[1] if len(tensors) > 1 else None,
-        split if ending else None,
-        numbering=numbering_of(classes, options),
-    )
-
-
-def _labels_of_array(file: Any, target: str, options: DataOptions, path: str) -> tuple[Tensor, tuple[str, ...] | None]:
-    """Return the labels in an array, and their names where they are texts, or named by `labels`."""
-    array = file[target]
-    if array.dtype.kind not in "US" and options.labels is None:
-        return _tensor(array, f"{path}: {target}"), None
-    if array.ndim != 1 or array.dtype.kind not in "USbui":
-        raise DataError(f"{path}: {target} is {array.dtype} of shape {array.shape}; expected one class for each sample")
-    values = _texts(array)
-    names = options.labels
-    if names is None and target.endswith(("_train", "_test")):  # a class that one of them lacks moves no other
-        both = [target.rpartition("_")[0] + ending for ending in ("_train", "_test")]
-        names = tuple(sorted({value for name in both if name in file.files for value in _texts(file[name])}))
-    return number(values, names, f"{path}: {target}")
-
-
-def _texts(array: Any) -> list[str]:
-    return [value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in array.tolist()]
 
 
 def numbering_of(classes: tuple[str, ...] | None, options: DataOptions) -> str | None:
@@ -83,21 +33,9 @@ def numbering_of(classes: tuple[str, ...] | None, options: DataOptions) -> str |
     return BY_NAME if options.labels is None else AS_LISTED
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            yield file
-    except EwcError:
-        raise
-    except Exception as error:  # damaged archives fail in many ways
-        reason = str(error)[:200] or type(error).__name__
-        raise DataError(f"{path} cannot be read as arrays ({reason}). Expected what numpy.savez wrote") from error
-
-
 def load_table(address: Address, place: str, split: Split, options: DataOptions) -> Domain:
     """Read a table: a column of texts, or all but the target as numbers and categories."""
-    path = _file(address, place, "table:rows.csv?target=price")
+    path = file_of(address, place, "table:rows.csv?target=price")
     if options.split and options.test is None:
         raise UsageError(
             f"{address}: one file has no splits to choose from; name the file of the other split, or hold a part out "
@@ -112,20 +50,22 @@ def load_table(address: Address, place: str, split: Split, options: DataOptions)
     labels, classes = _targets(frame, targets, options)
     training, rows = _split_rows(frame, split, options, address)
     labels = None if labels is None else labels[torch.from_numpy(rows)]
-    text = options.text or next((name for name in TEXTS if name in names and name not in options.ignore), None)
+    texts = text_columns(options.text, [name for name in names if name not in options.ignore], str(address))
     samples: Texts | Table
-    if text is not None:
-        check_column(text, names, str(address), "text")
+    if texts:
         if options.encodes:
-            raise UsageError(f"{address}: its samples are texts ({text!r}), so no columns of it are made numbers")
-        samples = Texts(frame.columns[text].take(rows).to_pylist(), labels, options.length, options.pack)
+            said = " and ".join(map(repr, texts))
+            raise UsageError(f"{address}: its samples are texts ({said}), so no columns of it are made numbers")
+        columns = [frame.columns[name].take(rows).to_pylist() for name in texts]
+        samples = Texts(as_texts(columns), labels, options.length, options.pack)
     else:
         features = tuple(name for name in names if name not in (*targets, *options.ignore))
         if not features:
             raise DataError(f"{path} has no column beside the target")
         samples = Table(frame, features, options, training, rows, labels)
     own = None if options.test is None else split
-    return Domain(str(address), samples, classes, labels, own, numbering=numbering_of(classes, options))
+    numbering = numbering_of(classes, options)
+    return Domain(str(address), samples, classes, labels, own, numbering=numbering, target_unit=options.unit)
 
 
 def _split_rows(frame: Frame, split: Split, options: DataOptions, address: Address) -> tuple[Rows, Rows]:
@@ -160,11 +100,20 @@ def _targets(
         _check_numbers(frame, name)
     columns = [frame.columns[name].to_pylist() for name in targets]
     labels, classes = labels_of(columns, f"{frame.path}: {', '.join(targets)}", options.labels)
+    return in_unit(labels, classes, options, f"{frame.path}: {', '.join(targets)}"), classes
+
+
+def in_unit(labels: Tensor | None, classes: tuple[str, ...] | None, options: DataOptions, where: str) -> Tensor | None:
+    """Divide numbers to predict by what the spec says, if it does.
+
+    Raises:
+        UsageError: if they are names of classes.
+    """
     if options.unit is None or labels is None:
-        return labels, classes
+        return labels
     if classes is not None:
-        raise UsageError(f"{frame.path}: unit= is of numbers to predict, and the target {targets[0]!r} has names")
-    return labels / options.unit, None
+        raise UsageError(f"{where}: unit= is of numbers to predict, and the target has names of classes")
+    return labels / options.unit
 
 
 def _check_numbers(frame: Frame, name: str) -> None:
@@ -173,12 +122,17 @@ def _check_numbers(frame: Frame, name: str) -> None:
         frame.numbers(name)
     except NoNumberError as error:
         values = frame.texts(name).to_pylist()
-        others = len(values) - sum(map(is_number, values))
-        if 2 * others < len(values):
+        others = [value for value in values if not is_number(value)]
+        start = f"{frame.path}, {frame.where(error.row)}: the target {name!r} is {error.value!r}"
+        if others and all(map(is_with_comma, others)):
             raise DataError(
-                f"{frame.path}, {frame.where(error.row)}: the target {name!r} is {error.value!r}, and most of its "
-                f"values are numbers ({counted(others, 'value')} of {len(values):,} are not). Leave such rows out; if "
-                "they are names of classes, labels= names all of them"
+                f"{start}. If a comma is the decimal point, say decimal=comma; those between thousands have to go; if "
+                "such values are names of classes, labels= names all of them"
+            ) from None
+        if 2 * len(others) < len(values):
+            raise DataError(
+                f"{start}, and most of its values are numbers ({counted(len(others), 'value')} of {len(values):,} are "
+                "not). Leave such rows out; if they are names of classes, labels= names all of them"
             ) from None
 
 
@@ -188,6 +142,14 @@ def target_columns(asked: str | None, columns: Sequence[str], where: str) -> lis
     for name in named:
         check_column(name, columns, where, "target")
     return named
+
+
+def text_columns(asked: tuple[str, ...] | None, columns: Sequence[str], where: str) -> tuple[str, ...]:
+    """Return the column of the texts, or the two of pairs: as named, else one that is usually called so, else none."""
+    names = asked or tuple(name for name in TEXTS if name in columns)[:1]
+    for name in names:
+        check_column(name, columns, where, "text")
+    return names
 
 
 def check_column(name: str, columns: Sequence[str], where: str, what: str) -> None:
@@ -265,39 +227,13 @@ def _numbers(column: Sequence[Any], where: str) -> Tensor:
     return torch.tensor(values)
 
 
-def _tensor(array: Any, where: str) -> Tensor:
-    if array.dtype.kind not in "buif" or array.ndim == 0:
-        raise DataError(f"{where} is {array.dtype} of shape {array.shape}; expected numbers, samples first")
-    if array.dtype.kind in "ui" and array.dtype.itemsize > 1:
-        array = array.astype(np.int64)
-    if array.dtype.kind == "f":  # of any width and byte order
-        array = array.astype(np.float16 if array.dtype.itemsize == 2 else np.float32)
-    return torch.from_numpy(np.array(array))
+def file_of(address: Address, place: str, example: str) -> Path:
+    """Return the file that a spec names.
 
-
-def _choose(
-    asked: str | None,
-    usual: Sequence[str],
-    names: Sequence[str],
-    address: Address,
-    what: str,
-    ending: str,
-    *,
-    needed: bool = True,
-) -> str | None:
-    """Return the array that is asked for, or usual, of the split."""
-    for name in [asked] if asked else usual:
-        for candidate in (f"{name}{ending}", name):
-            if candidate in names:
-                return candidate
-    if asked or needed:
-        raise UsageError(
-            f"{address}: which array are the {what}? Name it with {what}=NAME. It has {', '.join(names) or 'none'}"
-        )
-    return None
-
-
-def _file(address: Address, place: str, example: str) -> Path:
+    Raises:
+        UsageError: showing an example, if it names none.
+        DataError: if it is not there.
+    """
     if not place:
         raise UsageError(f"{address}: name the file, as in {example}")
     path = Path(place).expanduser()

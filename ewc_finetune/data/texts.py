@@ -17,27 +17,35 @@ from ewc_finetune.data.options import DataOptions
 from ewc_finetune.errors import DataError, UsageError
 from ewc_finetune.specs.query import Address
 
+# A text, or two that are a pair, such as a question and an answer.
+Text = str | tuple[str, str]
+
 
 @dataclass
 class Texts(Dataset[Any]):
     """Texts by number.
 
     Attributes:
-        texts: One to a sample.
+        texts: One to a sample, or one pair.
         labels: One to a text, if any: numbers, or several to each.
         length: How many tokens to keep of each; as many as the model takes unless given.
         pack: Join the texts and cut them into samples of so many tokens.
     """
 
-    texts: Sequence[str]
+    texts: Sequence[Text]
     labels: Tensor | None = None
     length: int | None = None
     pack: int | None = None
 
+    @property
+    def paired(self) -> bool:
+        """Whether samples are pairs of texts."""
+        return bool(len(self.texts)) and isinstance(self.texts[0], tuple)
+
     def __len__(self) -> int:
         return len(self.texts)
 
-    def __getitem__(self, index: int) -> tuple[str, Tensor | None]:
+    def __getitem__(self, index: int) -> tuple[Text, Tensor | None]:
         return _text(self.texts[index], index), None if self.labels is None else self.labels[index]
 
     def subset(self, indices: Sequence[int]) -> Texts:
@@ -48,19 +56,28 @@ class Texts(Dataset[Any]):
 
 @dataclass
 class TextStream(IterableDataset[Any]):
-    """Texts in the order in which they come, from the start each time; see `Texts`."""
+    """Texts in the order in which they come, from the start each time; see `Texts`. Targets are divided by `unit`."""
 
     rows: Iterable[Mapping[str, Any]]
-    text: str
+    columns: tuple[str, ...]
     target: str | None
     limit: int | None = None
     length: int | None = None
+    unit: float | None = None
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
+    @property
+    def paired(self) -> bool:
+        """Whether samples are pairs of texts."""
+        return len(self.columns) > 1
+
+    def __iter__(self) -> Iterator[tuple[Text, Tensor | None]]:
         for number, row in enumerate(self.rows):
             if number == self.limit:
                 return
-            yield _text(row[self.text], number), None if self.target is None else torch.as_tensor(row[self.target])
+            values = tuple(row[column] for column in self.columns)
+            text = _text(values if self.paired else values[0], number)
+            label = None if self.target is None else torch.as_tensor(row[self.target])
+            yield text, label if label is None or self.unit is None else label / self.unit
 
 
 @dataclass(frozen=True)
@@ -88,7 +105,15 @@ class Generated(Dataset[Any]):
         raise DataError("generated samples are made by a causal language model of transformers alone")
 
 
-def _text(value: object, index: int) -> str:
+def as_texts(columns: Sequence[Sequence[str]]) -> Sequence[Text]:
+    """Return the texts of one column, or the pairs of two."""
+    return columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))
+
+
+def _text(value: object, index: int) -> Text:
+    if isinstance(value, tuple):
+        first, second = (str(_text(part, index)) for part in value)
+        return first, second
     if not isinstance(value, str):
         raise DataError(f"sample {index} is a {type(value).__name__} where a text should be: {value!r:.50}")
     return value

@@ -19,6 +19,8 @@ from ewc_finetune.progress import Progress
 
 # Targets of a regression that deviate by more from their mean are remarked on.
 _LARGE_DEVIATION = 10.0
+# Targets of a regression that are whole numbers, of so many values at most, may be classes.
+_FEW_VALUES = 20
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def bind(
         )
     if domain.labels is not None:
         likelihood.check_targets(domain.labels, output_shape, domain.name)
-        _say_scale(domain, likelihood, progress)
+        _say_targets(domain, likelihood, metadata.likelihood is not None, progress)
     for remark in domain.remarks:
         progress.note(f"{domain.name}: {remark}")
     progress.note(f"{domain.name}: samples of {input_spec.describe()}")
@@ -94,17 +96,29 @@ def bind(
     return BoundDomain(domain, input_spec, likelihood, output_shape)
 
 
-def _say_scale(domain: Domain, likelihood: Likelihood, progress: Progress) -> None:
-    """Say so where targets are of another size than the gaussian likelihood, lambda and learning rate are meant for."""
+def _say_targets(domain: Domain, likelihood: Likelihood, asked: bool, progress: Progress) -> None:
+    """Say so where targets that are predicted as numbers are large, or may be classes and nobody said otherwise."""
     if likelihood.name != Gaussian.name or domain.labels is None or not domain.labels.numel():
         return
-    deviation = float(domain.labels.double().std(correction=0))
+    labels = domain.labels.double()
+    deviation = float(labels.std(correction=0))
     if deviation > _LARGE_DEVIATION:
-        unit = 10 ** round(math.log10(deviation))
-        way = f": unit={unit} divides by that" if domain.columns else ""
+        unit = 10 ** round(math.log10(deviation)) * (domain.target_unit or 1)
+        way = f"unit={unit:.15g} divides by that, and is kept with the model"
         progress.note(
             f"warning: {domain.name}: its targets deviate by {deviation:,.0f} from their mean, where learning rate and "
-            f"lambda are meant for about 1. Give them in a larger unit, here and wherever this model is used{way}"
+            "lambda are meant for about 1. Train on them in a larger unit: "
+            + (way if domain.columns else "divide them, wherever this model is used")
+        )
+    if asked or not domain.real_valued or domain.target_unit is not None or bool((labels != labels.round()).any()):
+        return
+    different = sorted(set(labels.flatten().tolist()))
+    if 2 <= len(different) <= min(_FEW_VALUES, len(labels) // 2):
+        said = ",".join(map(str, different[:3])) + ",..." * (len(different) > 3)
+        progress.note(
+            f"{domain.name}: its targets are whole numbers that are written with decimals ({said}), so they are "
+            "predicted as numbers. If each is a class, give whole numbers (1 for 1.0), or name them, of a table: "
+            f"labels={said}"
         )
 
 

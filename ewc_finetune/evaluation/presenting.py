@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import cast
 
 import torch
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from ewc_finetune.anchor.anchor import Anchor
@@ -18,8 +19,9 @@ from ewc_finetune.data.images import ImageFiles
 from ewc_finetune.data.input_spec import InputSpec
 from ewc_finetune.data.mixture import mixed
 from ewc_finetune.data.preprocessing import preprocessed
-from ewc_finetune.data.relabelling import numbered_as
+from ewc_finetune.data.relabelling import numbered_as, relabelled
 from ewc_finetune.data.table import Table
+from ewc_finetune.data.texts import Texts, TextStream
 from ewc_finetune.data.transform import Assumption, Transform
 from ewc_finetune.errors import UsageError, few
 from ewc_finetune.progress import Progress
@@ -42,7 +44,7 @@ def presented(domain: Domain, loaded: LoadedModel, progress: Progress) -> Domain
         DataError: see `preprocessed` and `numbered_as`.
         UsageError: if the data says what the model's own image processor says.
     """
-    domain = numbered_as(domain, loaded.metadata.classes)
+    domain = _in_unit(numbered_as(domain, loaded.metadata.classes), loaded, progress)
     if isinstance(domain.samples, Table):
         return as_inputs(domain, loaded, progress)
     encoded = preprocessed(domain, loaded.task, loaded.model, loaded.label)
@@ -66,7 +68,7 @@ def presented(domain: Domain, loaded: LoadedModel, progress: Progress) -> Domain
 def presented_together(domains: Sequence[Domain], loaded: LoadedModel, progress: Progress) -> Domain:
     """Return what several domains make together (`mixed`), whose batches are what the model takes.
 
-    Where nothing is known of the model, it takes the columns of the first.
+    Where nothing is known of the model, it takes the columns of the first, and the unit of its targets.
 
     Raises:
         DataError: see `presented` and `mixed`.
@@ -75,10 +77,40 @@ def presented_together(domains: Sequence[Domain], loaded: LoadedModel, progress:
     first, *others = domains
     several = [presented(first, loaded, progress)]
     known = loaded.metadata
-    if several[0].columns and not read_columns(known.input):
-        columns = [column.to_json() for column in several[0].columns]
-        loaded = replace(loaded, metadata=replace(known, input={**known.input, "columns": columns}))
+    own = dict(known.input)
+    if several[0].columns and not read_columns(own):
+        own["columns"] = [column.to_json() for column in several[0].columns]
+    if several[0].target_unit is not None:
+        own.setdefault("target_unit", several[0].target_unit)
+    loaded = replace(loaded, metadata=replace(known, input=own))
     return mixed([*several, *(presented(other, loaded, progress) for other in others)])
+
+
+def _in_unit(domain: Domain, loaded: LoadedModel, progress: Progress) -> Domain:
+    """Return a domain whose numbers to predict are divided as the model's own were, unless its data says by what."""
+    recorded = loaded.metadata.input.get("target_unit")
+    if recorded is None:
+        return domain
+    if domain.target_unit is not None:
+        if domain.target_unit != recorded:
+            progress.note(
+                f"{domain.name}: its targets are divided by {domain.target_unit:,g}; the model's own were by "
+                f"{recorded:,g}"
+            )
+        return domain
+    domain, samples = replace(domain, target_unit=recorded), domain.samples
+    if domain.classes is not None or not (isinstance(samples, TextStream) or domain.labels is not None):
+        return domain
+    # What comes from no spec, or as arrays, is somebody's targets already, like his inputs.
+    if domain.transform is None or not isinstance(samples, (Table, Texts, TextStream, ImageColumn)):
+        progress.note(f"{domain.name}: its targets stay as they are; the model's own were divided by {recorded:,g}")
+        return domain
+    progress.note(
+        f"{domain.name}: its targets are divided by {recorded:,g}, as the model's own were; unit= says another"
+    )
+    if isinstance(samples, TextStream):
+        return replace(domain, samples=replace(samples, unit=recorded))
+    return relabelled(domain, cast("Tensor", domain.labels) / recorded, None)
 
 
 def as_inputs(domain: Domain, loaded: LoadedModel, progress: Progress) -> Domain:
@@ -175,7 +207,12 @@ def say_anchors(anchors: Sequence[Anchor], input_spec: InputSpec, progress: Prog
     """Say which anchors are of images or columns with other numbers than go in now: of another function, that is."""
     for anchor in anchors:
         theirs = anchor.provenance.input
-        columns = read_columns(theirs)
+        columns, unit = read_columns(theirs), theirs.get("target_unit") or 1
+        if theirs and unit != (input_spec.target_unit or 1):
+            progress.note(
+                f"{anchor.label} was made with targets divided by {unit:,g}, and here they are divided by "
+                f"{input_spec.target_unit or 1:,g}: its curvature is of another function"
+            )
         if columns and input_spec.columns and columns != input_spec.columns:
             progress.note(
                 f"{anchor.label} was made with other columns, or by other numbers of theirs: its curvature is of "

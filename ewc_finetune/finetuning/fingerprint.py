@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.checkpoint.open import LoadedModel
+from ewc_finetune.data.arrays import Arrays
 from ewc_finetune.data.domain import Domain, as_bytes
 from ewc_finetune.data.table import Table
 from ewc_finetune.errors import DataError
@@ -71,7 +72,7 @@ def _digest(domain: Domain, told: bool) -> str | None:
     digest = hashlib.sha256()
     if isinstance(domain.samples, Table):
         return domain.samples.hexdigest()
-    if isinstance(domain.samples, TensorDataset):
+    if isinstance(domain.samples, (TensorDataset, Arrays)):
         for tensor in domain.samples.tensors:
             digest.update(as_bytes(tensor))
         return digest.hexdigest()

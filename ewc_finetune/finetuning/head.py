@@ -13,11 +13,15 @@ from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.open import LoadedModel
 from ewc_finetune.choices import Head
 from ewc_finetune.data.domain import Domain
+from ewc_finetune.data.draw import are_classes
 from ewc_finetune.errors import DataError, counted
 from ewc_finetune.modules.batch import tensors
 from ewc_finetune.modules.devices import random_state_kept
 from ewc_finetune.modules.heads import find_head, replace_head
 from ewc_finetune.progress import Progress
+
+# A model with so many times as many outputs as there are classes was hardly made for them.
+_FAR_MORE = 4
 
 
 def give_head(
@@ -86,6 +90,19 @@ def say_first_label(domain: Domain, progress: Progress) -> None:
         f"{domain.name}: its labels begin at {first}, and the model gets outputs for those from 0 on, which no sample "
         f"has; {way} numbers them from 0"
     )
+
+
+def say_many_outputs(domain: Domain, outputs: tuple[int, ...], progress: Progress) -> None:
+    """Say so where a model has far more outputs than there are classes, which then share its first ones."""
+    labels = domain.labels
+    if labels is None or not are_classes(labels) or not labels.numel() or domain.active is not None:
+        return
+    classes = int(labels.max()) + 1
+    if len(outputs) == 1 and outputs[0] >= _FAR_MORE * classes:
+        progress.note(
+            f"{domain.name}: its classes become the first {classes:,} of the model's {outputs[0]:,} outputs, whatever "
+            "those were before. --head new gives them outputs of their own"
+        )
 
 
 def head_names(head: tuple[str, nn.Linear] | None) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from ewc_finetune.errors import DataError, UsageError
 from ewc_finetune.evaluation.bound_domain import BoundDomain, bind
 from ewc_finetune.evaluation.chance import say_numbering
 from ewc_finetune.evaluation.presenting import presented, presented_together, say_anchors
-from ewc_finetune.finetuning.head import class_names, give_head, head_names
+from ewc_finetune.finetuning.head import class_names, give_head, head_names, say_many_outputs
 from ewc_finetune.finetuning.notes import say
 from ewc_finetune.finetuning.plan import Plan
 from ewc_finetune.likelihood.objective import Loss, balanced
@@ -130,6 +130,8 @@ def _matched(plan: Plan, strengths: Sequence[float], undoing: contextlib.ExitSta
     with random_state_kept(plan.device):
         if new.domain.indexable and plan.schedule.epochs and not new.domain.labelled:
             raise DataError(f"{new.domain.name} has no labels, and fine-tuning needs them")
+    if options.head == "shared" and not plan.fresh and not known.classes:
+        say_many_outputs(domain, new.outputs, progress)
     loss = _loss(plan, new)
     say_anchors(anchors, new.input_spec, progress)
     names = class_names(headed.metadata if options.head == "expand" else known, domain, options.head)
@@ -152,7 +154,8 @@ def _matched(plan: Plan, strengths: Sequence[float], undoing: contextlib.ExitSta
         frozen=known.frozen,
         likelihood=plan.likelihood.name,
     )
-    rehearsal = _rehearsal(plan, start, progress)
+    with random_state_kept(plan.device):  # so that training is the same, whether what is rehearsed was answered before
+        rehearsal = _rehearsal(plan, start, progress)
     measured: Sequence[Anchor] = anchors
     if rehearsal is not None:
         measured = rehearsal.measured
@@ -204,6 +207,7 @@ def _rehearsal(plan: Plan, start: LoadedModel, progress: Progress) -> Rehearsal 
         variations=options.rehearse_variations,
         likelihood=plan.likelihood,
         seed=options.seed,
+        answered=plan.answered,
     )
     least = min(rehearsal.each, *(memory.probe.samples for memory in rehearsal.memories))
     if plan.schedule.norm_stats == "update" and least < 2 and normalisation_layers(start.model):

@@ -134,6 +134,7 @@ class Adapting(Measuring):
         "Share the last layer with the old domains; take a new one for the new domain's classes; or expand it by "
         "outputs for new labels.",
         choices=HEADS,
+        main=True,
         group=Group.MODEL,
         setting="method",
     )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ewc_finetune.anchor.anchor import Anchor
-from ewc_finetune.checkpoint.architecture import FORMS, looks_like_architecture, torchvision_meant
+from ewc_finetune.checkpoint.architecture import BUILTIN, FORMS, looks_like_architecture, torchvision_meant
 from ewc_finetune.checkpoint.formats.from_anchor import FromAnchor
 from ewc_finetune.checkpoint.location import is_there
 from ewc_finetune.checkpoint.open import LoadedModel, open_checkpoint, open_fresh, open_model
@@ -40,16 +40,14 @@ from ewc_finetune.modules.devices import choose_device, random_state_kept
 from ewc_finetune.modules.modes import normalisation_layers
 from ewc_finetune.penalty.quadratic import spread_lambdas, usual_lambdas
 from ewc_finetune.progress import Progress
+from ewc_finetune.rehearsal.memory import Memory
 from ewc_finetune.rehearsal.options import is_probes
 from ewc_finetune.rehearsal.sources import resolve_sources
-from ewc_finetune.reporting.outcome import data_key, new_domain
+from ewc_finetune.reporting.outcome import new_domain
 from ewc_finetune.runs.idle import FINETUNE, say_idle
 from ewc_finetune.runs.record import Run, read_run, recover_run
 from ewc_finetune.specs.options import check_declared
-from ewc_finetune.specs.query import without
-
-# Options that take a part of data, which is the same data still.
-_PARTS = ("split", "limit", "first")
+from ewc_finetune.specs.query import PARTS, data_key, without
 
 
 @dataclass(frozen=True)
@@ -78,6 +76,7 @@ class Plan:
         output: The checkpoint to write.
         overwrite: Whether what is there may be replaced.
         earlier: The run to go on with.
+        answered: What is rehearsed, where the old model has answered it for another run of the same; empty otherwise.
     """
 
     options: FinetuneOptions
@@ -100,6 +99,7 @@ class Plan:
     output: Path | None
     overwrite: bool
     earlier: Run | None
+    answered: Sequence[Memory] = ()
 
     def identify(self) -> dict[str, Any]:
         """Return what the run is made from, by digests and sizes; to be asked before anything is done to it."""
@@ -205,7 +205,7 @@ def _rehearsed(options: FinetuneOptions, anchors: Sequence[Anchor] | None) -> li
 
 def _same_data(one: Any, other: Any) -> bool:
     if isinstance(one, str) and isinstance(other, str):
-        return data_key(one, _PARTS) == data_key(other, _PARTS)
+        return data_key(one, PARTS) == data_key(other, PARTS)
     return one is other
 
 
@@ -229,7 +229,8 @@ def _open_start(
         )
     if architecture is not None:
         raise UsageError(f"--model {model} is an architecture already; --arch says what a checkpoint file holds")
-    return open_fresh(str(model), _sample_shape(domains[0]), _count_outputs(options, domains), options.seed), True
+    shape, outputs = _sample_shape(domains[0], str(model)), _count_outputs(options, domains)
+    return open_fresh(str(model), shape, outputs, options.seed), True
 
 
 def _count_outputs(options: FinetuneOptions, domains: Sequence[Domain]) -> int:
@@ -243,11 +244,16 @@ def _count_outputs(options: FinetuneOptions, domains: Sequence[Domain]) -> int:
     return max(*outputs, len(names_together(domains) or ()))
 
 
-def _sample_shape(domain: Domain) -> tuple[int, ...]:
+def _sample_shape(domain: Domain, architecture: str) -> tuple[int, ...]:
     sample = domain.first()
-    if not isinstance(sample, torch.Tensor):
-        raise UsageError(f"{domain.name} has dictionaries of tensors; build the model and pass it as a module")
-    return tuple(sample.shape[1:])
+    if isinstance(sample, torch.Tensor):
+        return tuple(sample.shape[1:])
+    if architecture.partition("?")[0] in BUILTIN:
+        raise UsageError(
+            f"{domain.name} has several inputs ({', '.join(sample)}), and {architecture.partition('?')[0]} takes one; "
+            "name a module of your own that takes them: --model package.module:Class"
+        )
+    return ()
 
 
 def _likelihood_of(asked: LikelihoodName | None, anchors: Sequence[Anchor], start: LoadedModel, domain: Domain) -> str:
@@ -301,19 +307,19 @@ def _scored(
             "domains are scored with the new head; for an old one's: ewc-ft evaluate CHECKPOINT --head ANCHOR"
         )
     if eval_on is not None:
-        scored = resolve_domains(eval_on, "test", data_dir)
+        scored = _as_they_come(resolve_domains(eval_on, "test", data_dir))
         return _named_apart(scored), [item if isinstance(item, str) else None for item in items_of(eval_on)]
     domain, given = domains[0], [*zip(domains, items_of(options.data), strict=True)]
     specs = [without(item, "weight") for one, item in given if isinstance(item, str) and one.split is not None]
     if options.eval_new is not None:
         specs = specs if domain.split is None else specs[1:]
-    scored = [resolve_domain(spec, "test", data_dir) for spec in specs]
+    scored = _as_they_come([resolve_domain(spec, "test", data_dir) for spec in specs])
     if not scored and options.eval_new is None:
         held = "; test=0.2 behind its question mark holds a fifth of it out" * isinstance(domain.samples, Table)
         progress.note(f"{domain.name} has no test split, so nothing is scored; --eval names domains to score{held}")
     elif anchors and head != "new" and len(scored) == 1:
         progress.note(
-            f"only {domain.name} is scored; where old data is at hand, --eval OLD --eval NEW shows what stays"
+            f"only {scored[0].name} is scored; where old data is at hand, --eval OLD --eval NEW shows what stays"
         )
     return _named_apart(scored), [*specs]
 
@@ -327,13 +333,18 @@ def _also_scored(
         if isinstance(item, str) and item in specs:
             names.append(every[specs.index(item)].name)
             continue
-        (domain,) = resolve_domains([item], "test", data_dir)
+        (domain,) = _as_they_come(resolve_domains([item], "test", data_dir))
         same = [other.name for other in every if other.samples is domain.samples]
         if not same:
             every = _named_apart([*every, domain])
             specs.append(item if isinstance(item, str) else None)
         names += same[:1] or [every[-1].name]
     return every, names
+
+
+def _as_they_come(domains: Sequence[Domain]) -> list[Domain]:
+    """Return domains to score, which are never augmented, nor named as if they were."""
+    return [replace(one, name=without(one.name, "augment"), augment=()) if one.augment else one for one in domains]
 
 
 def _named_apart(domains: Sequence[Domain]) -> list[Domain]:

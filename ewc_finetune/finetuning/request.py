@@ -10,9 +10,13 @@ from typing import Any
 import torch
 
 from ewc_finetune.anchor.anchor import Anchor
+from ewc_finetune.checkpoint.architecture import names_code as code_of_architecture
+from ewc_finetune.checkpoint.location import is_there
 from ewc_finetune.data.domain import Domain
+from ewc_finetune.data.sources import names_code as code_of_data
 from ewc_finetune.finetuning.options import FinetuneOptions
 from ewc_finetune.hub.address import HubAddress
+from ewc_finetune.likelihood.objective import names_code as code_of_loss
 from ewc_finetune.runs.options_file import to_command, to_text
 from ewc_finetune.specs.options import declared, names_of, spoken
 
@@ -44,6 +48,26 @@ def command_of(options: FinetuneOptions) -> str | None:
     """Return the command line that a run is repeated by; None where it was given what no command line can say."""
     given = [getattr(options, one.name) for one, known in declared(options) if known.recorded]
     return to_command(asked(options), asked(FinetuneOptions(None, None))) if all(map(_is_told, given)) else None
+
+
+def code_named(options: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the texts among a run's options that name code of somebody's, which is imported and called.
+
+    Args:
+        options: The options to look at, by the names of their fields.
+
+    Returns:
+        By field: the data, losses and architectures that are `package.module:name`, as they stand there.
+    """
+    naming = {"architecture": code_of_architecture, "data": code_of_data, "loss": code_of_loss}
+    found = {}
+    for one, known in declared(FinetuneOptions):
+        value = options.get(one.name)
+        texts = [text for text in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(text, str)]
+        if known.code:
+            there = is_there if one.name == "model" else (lambda _: False)
+            found[one.name] = [text for text in texts if naming[known.code](text) and not there(text)]
+    return {name: texts for name, texts in found.items() if texts}
 
 
 def _is_told(value: Any) -> bool:

@@ -28,13 +28,14 @@ from ewc_finetune.finetuning.options import FinetuneOptions
 from ewc_finetune.finetuning.plan import Plan, plan
 from ewc_finetune.finetuning.readings import Readings
 from ewc_finetune.finetuning.record import findings
-from ewc_finetune.finetuning.request import UNSAID, asked, command_of
+from ewc_finetune.finetuning.request import UNSAID, asked, code_named, command_of
 from ewc_finetune.finetuning.resume import check_identities, check_left
 from ewc_finetune.finetuning.run_checkpoints import RunCheckpoints
-from ewc_finetune.finetuning.search_runs import search_by_trials
+from ewc_finetune.finetuning.search_runs import answers, search_by_trials
 from ewc_finetune.finetuning.trainer import Trainer, count_steps
 from ewc_finetune.finetuning.training_loss import training_loss, warning_of
 from ewc_finetune.modules.precision import float32_weights
+from ewc_finetune.rehearsal.memory import Memory
 from ewc_finetune.reporting.figure import draw_run
 from ewc_finetune.runs.folder import RunFolder
 from ewc_finetune.runs.tensorboard import TensorBoard
@@ -64,6 +65,7 @@ def run(todo: Plan) -> Finetuned:
             todo = _keeping_generated(todo, lambda number: Path(kept) / f"{number}.json")
         search, strengths = None, todo.strengths
         if options.lambdas == "auto":
+            todo = replace(todo, answered=answers(todo))
             search = search_by_trials(todo, _short_run, folder)
             strengths = [search.strength * ratio for ratio in strengths]
         job = closing.enter_context(ready(todo, strengths, progress))
@@ -97,8 +99,8 @@ def run(todo: Plan) -> Finetuned:
     )
 
 
-def _short_run(options: FinetuneOptions) -> Finetuned:
-    return run(plan(options))
+def _short_run(options: FinetuneOptions, answered: Sequence[Memory]) -> Finetuned:
+    return run(replace(plan(options), answered=answered))
 
 
 def _observer(
@@ -136,7 +138,8 @@ def _hint(folder: RunFolder, options: FinetuneOptions) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        lost, go_on = isinstance(error, RetentionError), f"ewc-ft finetune --resume {folder.path}"
+        trust = " --trust-code" if options.trust_code or code_named(vars(options)) else ""
+        lost, go_on = isinstance(error, RetentionError), f"ewc-ft finetune --resume {folder.path}{trust}"
         # What was lost stays lost, but with less to be kept; a search for lambda has made its runs for that share.
         if folder.resumable and not (lost and options.lambdas == "auto"):
             kept = f"the state of the last evaluation is kept, as {folder.last}; " if folder.last.exists() else ""

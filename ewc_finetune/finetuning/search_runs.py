@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -13,26 +14,29 @@ from ewc_finetune.errors import UsageError
 from ewc_finetune.finetuning.aims import Trial
 from ewc_finetune.finetuning.finetuned import Finetuned
 from ewc_finetune.finetuning.head import head_names
+from ewc_finetune.finetuning.job import ready
 from ewc_finetune.finetuning.lambda_search import RUNS, Search, search_lambda, split
 from ewc_finetune.finetuning.options import DEFAULT_TOLERANCE, FinetuneOptions
 from ewc_finetune.finetuning.plan import Plan
+from ewc_finetune.finetuning.plan import plan as plan_of
 from ewc_finetune.modules.heads import find_head
 from ewc_finetune.penalty.penalty import Penalty
-from ewc_finetune.progress import OnlyBars
+from ewc_finetune.progress import OnlyBars, Silent
+from ewc_finetune.rehearsal.memory import Memory
 from ewc_finetune.rehearsal.options import PROBES
 from ewc_finetune.runs.folder import RunFolder
 
 
 def search_by_trials(
     plan: Plan,
-    finetune: Callable[[FinetuneOptions], Finetuned],
+    finetune: Callable[[FinetuneOptions, Sequence[Memory]], Finetuned],
     folder: RunFolder | None,
 ) -> Search:
     """Look for lambda with short runs; see `search_lambda`.
 
     Args:
         plan: The fine-tune that a lambda is looked for.
-        finetune: Makes one.
+        finetune: Makes one, of which what is rehearsed may be answered.
         folder: Remembers the runs that are made, and knows those that were made before the run was stopped.
 
     Raises:
@@ -48,10 +52,10 @@ def search_by_trials(
     def run(strength: float | None) -> Trial:
         made = next((trial for trial in remembered if trial.strength == strength), None)
         if made is None:
-            model = copy.deepcopy(short.model) if isinstance(short.model, nn.Module) else short.model
             lambdas = [0.0 if strength is None else strength * ratio for ratio in plan.strengths]
             weight = 0.0 if strength is None else short.rehearse_weight  # a plain run is one without any help
-            done = finetune(replace(short, model=model, lambdas=lambdas, rehearse_weight=weight))
+            options = replace(short, model=_fresh(short.model), lambdas=lambdas, rehearse_weight=weight)
+            done = finetune(options, plan.answered)
             made = _trial(plan, strength, done)
             remembered.append(made)
             if folder is not None:
@@ -59,6 +63,27 @@ def search_by_trials(
         return made
 
     return search_lambda(run, plan.aim, plan.options.progress)
+
+
+def answers(plan: Plan) -> Sequence[Memory]:
+    """Have the old model answer once what all the runs rehearse; empty where none do, or each is to ask for itself.
+
+    That is so of merged anchors: data is answered by the model that is trained then, whose head a run may expand.
+
+    Args:
+        plan: The fine-tune that a lambda is looked for.
+    """
+    anchors, options = plan.anchors, plan.options
+    if not (plan.rehearsed and options.rehearses and anchors) or any(one.provenance.merged for one in anchors):
+        return ()
+    short = replace(_short(plan), model=_fresh(options.model), lambdas=[0.0] * len(anchors))
+    with ready(plan_of(short), None, Silent()) as job:
+        return [] if job.rehearsal is None else job.rehearsal.memories
+
+
+def _fresh(model: Any) -> Any:
+    """Return a copy of a module that is to be trained, or where one is read from."""
+    return copy.deepcopy(model) if isinstance(model, nn.Module) else model
 
 
 def _short(plan: Plan) -> FinetuneOptions:

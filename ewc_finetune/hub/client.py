@@ -210,6 +210,15 @@ def _of_status(error: HfHubHTTPError, words: Mapping[str, object]) -> HubError:
     return HubError(sentence.format(**words, told=told, status=status, settings=f"{endpoint()}/settings/tokens"))
 
 
+def not_in_the_cache(place: object, why: object) -> UnreachableError:
+    """Return the error of what is needed, was never fetched and cannot be asked for, with what can be done."""
+    return UnreachableError(
+        f"{place} is not in the cache, and {why}. Fetch it once where there is a connection (and no HF_HUB_OFFLINE): "
+        "it is kept in the cache, the folder that HF_HOME names, which may be copied here. Or name a file or folder "
+        "of this machine in its place"
+    )
+
+
 def _of_connection(error: Exception, address: HubAddress) -> HubError:
     """Return the error of what came to no answer at all."""
     from huggingface_hub.errors import OfflineModeIsEnabled

@@ -13,7 +13,16 @@ from urllib.parse import quote
 
 from ewc_finetune.errors import HubError, StorageError
 from ewc_finetune.hub.address import HubAddress, is_commit
-from ewc_finetune.hub.client import PATIENCE, UnreachableError, api, endpoint, hub_errors, is_offline, patiently
+from ewc_finetune.hub.client import (
+    PATIENCE,
+    UnreachableError,
+    api,
+    endpoint,
+    hub_errors,
+    is_offline,
+    not_in_the_cache,
+    patiently,
+)
 from ewc_finetune.storage.atomic import atomic_write, sha256
 
 _DEFAULT_BRANCH = "main"
@@ -91,7 +100,7 @@ class Repository:
             try:
                 return look_up_now(place).fetch(file)
             except UnreachableError as error:
-                raise UnreachableError(f"{place} is not in the cache, and {error}") from None
+                raise not_in_the_cache(place, error) from None
         if promise is None:
             raise HubError(f"{place} is not there: {self._contents()}")
         path = self._download(file) if self.cached is None else self.cached / file
@@ -141,7 +150,7 @@ def look_up(address: HubAddress) -> Repository:
         return look_up_now(address)
     except UnreachableError as error:
         if cached is None:
-            raise UnreachableError(f"{address} is not in the cache, and {error}") from None
+            raise not_in_the_cache(address, error) from None
         if is_offline():
             return cached
         return replace(cached, remarks=(f"{address}: taken from the cache (commit {cached.commit[:12]}), for {error}",))

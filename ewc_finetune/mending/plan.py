@@ -94,6 +94,7 @@ def plan(options: MendOptions) -> MendPlan:
     named = dict(loaded.model.named_parameters())
     for anchor in [*of_one_head(old, loaded.metadata.head), *([new] if isinstance(new, Anchor) else [])]:
         check_fit(named, anchor, grown="A model whose head was expanded cannot be mended")
+    _check_forgot(loaded, old, domain.name)
     alone = len(options.each_ratio) == 1
     if not alone and not any(anchor.probes for anchor in old) and len(scored) <= has_new:
         raise UsageError(
@@ -146,14 +147,32 @@ def _check_kinds(anchors: list[Anchor]) -> None:
 
 def _check_made_from(new: Anchor, named: Mapping[str, Tensor]) -> None:
     """Check that an anchor has the model's weights, as far as its own precision tells them."""
-    for name in new.weights.keys() & named.keys():
-        kept, weight = new.weights[name], named[name].detach().cpu()
-        narrow = min(kept.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
-        if not torch.equal(kept.to(narrow), weight.to(narrow)):
-            raise AnchorMismatchError(
-                f"{new.label} was not made from the model: its {name} is another. Leave --anchor-of-new out, or name "
-                "the anchor that consolidate made from this very model"
-            )
+    other = _differing(new.weights, named)
+    if other is not None:
+        raise AnchorMismatchError(
+            f"{new.label} was not made from the model: its {other} is another. Leave --anchor-of-new out, or name the "
+            "anchor that consolidate made from this very model"
+        )
+
+
+def _check_forgot(loaded: LoadedModel, old: Sequence[Anchor], data: str) -> None:
+    """Refuse a model that has the very weights and buffers of all old anchors: it has learned nothing since."""
+    state = loaded.model.state_dict()
+    if not any(_differing(one.weights, state) or _differing(one.buffers, state) for one in old):
+        raise AnchorMismatchError(
+            f"{loaded.label} has the very weights of {' and '.join(one.label for one in old)}: nothing is forgotten, "
+            f"and there is nothing to mend. Name the model that was fine-tuned on {data} since"
+        )
+
+
+def _differing(kept: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str | None:
+    """Return the first tensor that an anchor has otherwise than a model, as far as its own precision tells them."""
+    for name in (name for name in kept if name in state):
+        one, other = kept[name], state[name].detach().cpu()
+        narrow = min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
+        if not torch.equal(one.to(narrow), other.to(narrow)):
+            return name
+    return None
 
 
 def _scored(options: MendOptions, train: Domain) -> tuple[list[Domain], bool]:

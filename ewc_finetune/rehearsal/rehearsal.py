@@ -46,6 +46,7 @@ class Rehearsal:
             with the answers of the anchor's weights.
         likelihood: What outputs mean; as the anchors say, else `categorical`, unless given.
         seed: The seed that draws the inputs.
+        answered: What is rehearsed of these sources, where the old model has answered it already.
 
     Attributes:
         memories: What is rehearsed.
@@ -69,6 +70,7 @@ class Rehearsal:
         variations: bool = True,
         likelihood: Likelihood | str | None = None,
         seed: int = 0,
+        answered: Sequence[Memory] = (),
     ) -> None:
         asked = Rehearsing(rehearse=sources, rehearse_weight=weight, rehearse_batch=batch_size)
         check_declared(asked)
@@ -85,8 +87,8 @@ class Rehearsal:
         self.model, self.weight, self.batch_size = loaded.model, weight, batch_size
         self.measured = measured(opened, None in domains)
         teachers = Teachers(loaded, opened, self.measured, variations)
-        self.memories: list[Memory] = []
-        for domain in domains:
+        self.memories = list(answered)
+        for domain in () if answered else domains:
             if domain is None:
                 self.memories += [memory for anchor in opened for memory in teachers.probes(anchor)]
             else:

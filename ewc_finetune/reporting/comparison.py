@@ -10,9 +10,10 @@ from typing import Any
 
 from ewc_finetune.reporting.figure import Figure, style_of
 from ewc_finetune.reporting.measures import NOTHING, Measure, measure_of, short
-from ewc_finetune.reporting.outcome import Outcome, data_key, how_held, sentence
+from ewc_finetune.reporting.outcome import Outcome, how_held, sentence
 from ewc_finetune.reporting.plots import Axis, Chart, Curve, Point, to_svg
 from ewc_finetune.specs.options import Setting
+from ewc_finetune.specs.query import data_key
 
 PLAIN = "plain fine-tuning"
 PROBES = "probes answered as before, %"
@@ -20,7 +21,7 @@ PROBES = "probes answered as before, %"
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that learned the same data.
+    """Runs that learned the same data under the same likelihood.
 
     Attributes:
         outcomes: What came of each, in the order of the runs.
@@ -54,24 +55,29 @@ class Group:
         return self.measure.text(value) if self.old or value is None else f"{value:.1f}%"
 
     def plain_for(self, outcome: Outcome) -> Outcome | None:
-        """Return the plain run to compare with: of several, the one whose training was most like this one's."""
+        """Return the plain run to compare with: of several, the one most like this one in start and training."""
         plain = [one for one in self.outcomes if not one.held and one.after and one.finished]
         if not outcome.held or not plain:
             return None
-        return max(plain, key=lambda one: -len(self._unlike(one, outcome)))
+        return max(plain, key=lambda one: (one.start == outcome.start, -len(self._unlike(one, outcome))))
 
     @property
     def sentence(self) -> str:
         """The outcome in one sentence."""
         plain, seeds = self.plain_for(self.main), self.seeds_of(self.main)
+        held = [one for one in self.outcomes if one.held]
         middle = f"seed {self.main.options.get('seed')}"
         if not self.best:
             start = f"{how_held(self.main)}, {middle} as the middle one of {len(seeds)}" if len(seeds) > 1 else ""
+            if not start and len(held) > 1:
+                start = f"{how_held(self.main)} ({self.main.label}, one of {len(held)} held runs)"
             return sentence(self.main, plain, self.measure, start)
-        held = [one for one in self.outcomes if one.held]
         name = f"lambda {self.main.strength}"
         if len({one.kind for one in held}) > 1:
             name = f"{self.main.kind} at {name}"
+        alike = [one for one in held if (one.kind, one.strength) == (self.main.kind, self.main.strength)]
+        if len(alike) > len(seeds):
+            name += f" ({self.main.label})"
         start = f"Of {len(held)} held runs, {name} has the best mean of old and new"
         if len(seeds) > 1:
             start += f" over {len(seeds)} seeds, {middle} in the middle of them"
@@ -89,6 +95,11 @@ class Group:
         """The runs that differ in the seed alone, as far as there are several."""
         found = {id(seeds[0]): seeds for one in self.outcomes if len(seeds := self.seeds_of(one)) > 1}
         return list(found.values())
+
+    @property
+    def other_old(self) -> list[str]:
+        """The old domains that not all of the runs were scored on which were scored on any."""
+        return list(dict.fromkeys(name for one in self.outcomes for name in one.old if name not in self.old))
 
     @property
     def steps(self) -> list[int]:
@@ -109,13 +120,15 @@ class Group:
         return [key for key in self.settings if len({self._option(one, key) for one in self.outcomes}) > 1]
 
     def unlike_plain(self, outcome: Outcome) -> list[str]:
-        """Return the options of training in which a run differs from the plain one beside it."""
+        """Return in what a run differs from the plain one beside it: options of training, and what it started from."""
         plain = self.plain_for(outcome)
         return [] if plain is None else self._unlike(plain, outcome)
 
     def _unlike(self, one: Outcome, other: Outcome) -> list[str]:
         of_training = [name for name, setting in self.settings.items() if setting.of_training]
-        return [name for name in of_training if self._option(one, name) != self._option(other, name)]
+        differing = [name for name in of_training if self._option(one, name) != self._option(other, name)]
+        start = ["the model that it started from"] if one.start != other.start else []
+        return [*start, *(["data"] if one.target != other.target else []), *differing]
 
     def _option(self, outcome: Outcome, key: str) -> str:
         """Return what an option of a run was; one that there was none of then was what it is by default."""
@@ -187,7 +200,7 @@ def frontier_figure(chart: Chart, before: str = "", ring: str = "the run shown i
 
 
 def grouped(outcomes: Sequence[Outcome], settings: Mapping[str, Setting]) -> list[Group]:
-    """Put runs on the same new data together; groups with a penalty to look at come first.
+    """Put runs together that can be compared; groups with a penalty to look at come first.
 
     Args:
         outcomes: What came of each run.
@@ -195,12 +208,14 @@ def grouped(outcomes: Sequence[Outcome], settings: Mapping[str, Setting]) -> lis
     """
     groups: dict[Any, list[Outcome]] = {}
     for outcome in outcomes:
-        groups.setdefault(data_key(outcome.target), []).append(outcome)
-    found = [_group(group, settings) for group in groups.values()]
+        same_data = data_key(outcome.target, ("split", "augment"))
+        groups.setdefault((same_data, outcome.found.get("likelihood")), []).append(outcome)
+    found = [group_of(group, settings) for group in groups.values()]
     return sorted(found, key=lambda group: not any(one.held for one in group.outcomes))
 
 
-def _group(outcomes: Sequence[Outcome], settings: Mapping[str, Setting]) -> Group:
+def group_of(outcomes: Sequence[Outcome], settings: Mapping[str, Setting]) -> Group:
+    """Compare runs that learned the same data; see `grouped`."""
     measure = measure_of([score for one in outcomes for score in (*one.before.values(), *one.after.values())])
     scored = [set(one.old) for one in outcomes if one.old]
     common = set.intersection(*scored) if scored else set()
@@ -233,4 +248,6 @@ def _but_for_the_seed(outcome: Outcome, settings: Mapping[str, Setting]) -> str:
     """Return what runs have in common that differ in the seed alone; of plain ones anchors have no part in it."""
     anchors = [anchor.get("sha256") for anchor in outcome.anchors] if outcome.held else []
     options = [_option(outcome, key, settings) for key in settings if key != "seed"]
-    return json.dumps([outcome.kind, outcome.strength, anchors, options, outcome.run.document.get("steps")])
+    return json.dumps(
+        [outcome.kind, outcome.strength, anchors, outcome.target, options, outcome.run.document.get("steps")]
+    )

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ewc_finetune.errors import UsageError
 from ewc_finetune.reporting.measures import Measure, listed, short
 from ewc_finetune.runs.record import Run
-from ewc_finetune.specs.query import parse
+from ewc_finetune.specs.query import PARTS, data_key
 
 Score = Mapping[str, Any]
 # The mean is said of more old domains than these.
@@ -56,6 +55,11 @@ class Outcome:
     def anchors(self) -> list[dict[str, Any]]:
         """The run's anchors, each with its lambda and provenance."""
         return self.found.get("anchors") or []
+
+    @property
+    def start(self) -> dict[str, Any]:
+        """The checkpoint that it started from: its digest and architecture, as far as they are known."""
+        return self.found.get("checkpoint") or {}
 
     @property
     def strengths(self) -> list[float]:
@@ -153,21 +157,12 @@ def outcome_of(run: Run) -> Outcome:
 
 
 def new_domain(target: str, domains: Sequence[str]) -> str | None:
-    """Return the domain that is of the data `target`: in another split, or more samples of it."""
-    for loose in (("split", "weight"), ("split", "weight", "limit", "first")):
+    """Return the domain that is of the data `target`: in another split, as it comes, or more samples of it."""
+    for loose in (("split", "weight"), ("split", "weight", "augment"), PARTS):
         for domain in domains:
             if data_key(domain, loose) == data_key(target, loose):
                 return domain
     return None
-
-
-def data_key(spec: str, loose: Sequence[str] = ("split",)) -> tuple[str, frozenset[tuple[str, str]]]:
-    """Return what two specs of the same data have in common."""
-    try:
-        address = parse(spec)
-    except UsageError:
-        return spec, frozenset()  # what a Python caller calls it
-    return address.head, frozenset(item for item in address.options.items() if item[0] not in loose)
 
 
 def sentence(outcome: Outcome, plain: Outcome | None, measure: Measure, start: str = "") -> str:

@@ -15,14 +15,19 @@ from ewc_finetune.reporting.figure import Figure
 from ewc_finetune.reporting.measures import NOTHING, listed, short
 from ewc_finetune.reporting.outcome import Outcome
 from ewc_finetune.reporting.section import Section, Table, section_of
+from ewc_finetune.specs.query import without
 
 # By this a file is known for a report, which may be made anew.
 GENERATOR = "ewc-ft report"
+# The headline names no more kinds of runs than these.
+_MOST = 4
+# Likelihoods that a heading doesn't name.
+_PLAIN = ("categorical", None)
 
 
 @dataclass(frozen=True)
 class Part:
-    """What the page says of runs on the same new data."""
+    """What the page says of runs that can be compared."""
 
     heading: str
     sentence: str
@@ -34,13 +39,20 @@ class Part:
 
 
 def part_of(group: Group) -> Part:
-    """Put together what the page says of runs on the same new data."""
+    """Put together what the page says of runs that can be compared."""
     sections = [section_of(outcome, group) for outcome in group.outcomes]
+    learned, likelihood = short(without(group.main.target, "augment")), group.main.found.get("likelihood")
+    learned += f" ({likelihood})" if likelihood not in _PLAIN else ""
     reading = []
     if group.best:
         reading.append("In bold: the best mean of what was kept and what was learned.")
     if len(group.old) > 1:
         reading.append(f"Kept is the mean over {listed([short(name) for name in group.old])}.")
+    if group.other_old:
+        probed = any(one.unchanged is not None for one in group.outcomes)
+        kept = listed([short(name) for name in group.old]) or ("the anchors' probes" if probed else "no old data")
+        others = listed([short(name) for name in group.other_old])
+        reading.append(f"Not all of the runs were scored on {others}, so what was kept is compared on {kept}.")
     if group.several_seeds:
         reading.append("Runs that differ in the seed alone have a mean, with the standard deviation behind ±.")
     if len(group.steps) > 1:
@@ -51,7 +63,7 @@ def part_of(group: Group) -> Part:
     if not group.measure.rising:
         reading.append(f"Less {group.measure.name} is better.")
     return Part(
-        heading=f"Learning {short(group.main.target)}",
+        heading=f"Learning {learned}",
         sentence=group.sentence,
         sections=sections,
         main=next(section for section in sections if section.outcome is group.main),
@@ -61,21 +73,32 @@ def part_of(group: Group) -> Part:
     )
 
 
+def headline(parts: Sequence[Part]) -> str:
+    """Return the outcome in one sentence; of runs that cannot be compared, how many there are of each kind."""
+    if len(parts) == 1:
+        return parts[0].sentence
+    kinds = [f"{len(part.sections)} {part.heading[0].lower()}{part.heading[1:]}" for part in parts[:_MOST]]
+    others = sum(len(part.sections) for part in parts[_MOST:])
+    said = listed([*kinds, *([f"{others} others"] if others else [])])
+    count = sum(len(part.sections) for part in parts)
+    return f"{count} runs of {len(parts)} kinds, each compared with its own kind alone: {said}."
+
+
 def render(parts: Sequence[Part], title: str | None) -> str:
     """Return the page.
 
     Args:
-        parts: What it says; the first is what the page is about.
+        parts: What it says.
         title: In the browser's tab and above the outcome; by default what the runs learned.
     """
     first = parts[0].main.outcome
-    named = title or _named(first)
+    named = title or (_named(first) if len(parts) == 1 else f"Fine-tunes of {len(parts)} kinds")
     count = sum(len(part.sections) for part in parts)
     return _template().render(
         parts=parts,
         title=named,
         kicker=_kicker(named, first, count),
-        sentence=parts[0].sentence,
+        sentence=headline(parts),
         generator=GENERATOR,
         version=__version__,
         sources=first.run.path.resolve().name if count == 1 else f"{count} run folders",
@@ -117,6 +140,10 @@ def _table(group: Group) -> Table:
     }
     if len({one.kind for one in group.outcomes if one.held}) > 1:
         columns["Penalty"] = lambda one: one.kind
+    if len({one.target for one in group.outcomes}) > 1:
+        columns["Data"] = lambda one: short(one.target)
+    if len({str(one.start.get("architecture")) for one in group.outcomes}) > 1:
+        columns["Model"] = lambda one: short(str(one.start.get("architecture") or NOTHING))
     if len(group.steps) > 1:
         columns["Steps"] = lambda one: f"{one.run.document.get('steps') or 0:,.0f}"
     for key in group.differing():

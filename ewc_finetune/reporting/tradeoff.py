@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ewc_finetune.reporting.comparison import PLAIN, Group, frontier_chart, grouped
+from ewc_finetune.reporting.comparison import PLAIN, Group, frontier_chart, group_of
 from ewc_finetune.reporting.figure import style_of
 from ewc_finetune.reporting.frontier import knee, pareto
 from ewc_finetune.reporting.measures import NOTHING
@@ -304,7 +304,7 @@ def _unscaled(value: float | None, scale: float) -> float | None:
 def trade_off(rows: Sequence[Row]) -> Tradeoff:
     """Put the runs of a sweep beside each other."""
     done = [row.outcome for row in rows if row.outcome is not None]
-    group = grouped(done, {})[0] if done else None
+    group = group_of(done, {}) if done else None
     places: dict[tuple[str, str, float], list[Row]] = {}
     for row in rows:
         places.setdefault(row.place, []).append(row)

@@ -106,10 +106,9 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise StorageError(
-            f"{path.parent} is no run folder: there is no {path.name} in it. Name the folder that finetune wrote, "
-            "NAME.run"
-        ) from error
+        folder = path.parent
+        found = f"is no run folder: there is no {path.name} in it" if folder.is_dir() else "is not there"
+        raise StorageError(f"{folder} {found}. Name the folder that finetune wrote, NAME.run") from error
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise StorageError(f"cannot read {path}: {reason}") from error
@@ -212,6 +211,7 @@ _FOUND: dict[str, tuple[Check, str]] = {
     ),
     "data": (has(spec=is_text, size=_is_number, parts=_perhaps(list_of(_is_part))), "an object with a spec"),
     "new": (is_text, "the name of a domain"),
+    "likelihood": (is_text, "a text"),
     "eval": (_is_objects, "a list of objects"),
     "rehearsed": (_is_objects, "a list of objects"),
     "parameters": (_is_number, "a number"),

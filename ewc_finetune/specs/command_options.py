@@ -28,7 +28,8 @@ class Computing:
     """What every command has that runs a model.
 
     Attributes:
-        trust_code: Whether code in the checkpoint may run (a pickled module), which is never asked for otherwise.
+        trust_code: Whether code in the checkpoint may run (a pickled module), which is never asked for otherwise. On
+            the command line also whether code may that a file of options names.
         device: `auto`, `cpu`, `cuda` or `mps`; in Python one of several too, such as `cuda:1`.
         data_dir: Where downloaded data lies.
     """
@@ -41,7 +42,7 @@ class Computing:
         filed=False,
         sound=True,
     )
-    device: str = option("auto", "Where to compute.", choices=DEVICES, wider=True, main=True, sound=True)
+    device: str = option("auto", "Where to compute.", choices=DEVICES, wider=True, sound=True)
     data_dir: str | Path | None = option(
         None,
         "Where downloaded data lies or goes.",

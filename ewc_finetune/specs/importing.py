@@ -1,8 +1,8 @@
 """What is named as `package.module:name`, and the values behind its question mark.
 
-Whoever gives a command may name anything. A file may only name what is defined in a module of the user's own: one that
-lies in the working directory, in PYTHONPATH, or in another folder that the program was given, and not among Python's
-own modules or installed ones.
+Whoever gives a command may name anything. A checkpoint may only name a class that is defined in a module of the user's
+own: one that lies in the working directory, in PYTHONPATH, or in another folder that the program was given, and not
+among Python's own modules or installed ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ewc_finetune.errors import EwcError
+from ewc_finetune.errors import ArchitectureError, EwcError
 
 
 def find(head: str, what: str, error: type[EwcError]) -> object:
@@ -46,61 +46,44 @@ def find(head: str, what: str, error: type[EwcError]) -> object:
     return value
 
 
-def find_own(
-    head: str,
-    what: str,
-    option: str,
-    error: type[EwcError],
-    note: Callable[[str], None] | None,
-    *,
-    only_classes: bool = False,
-) -> object:
-    """Import `package.module:name` that a file names, if it is the user's own, and return what has that name.
+def find_own(head: str, option: str, note: Callable[[str], None] | None) -> object:
+    """Import the class `package.module:name` that a file names as an architecture, if it is the user's own.
 
     Nothing is imported before that is known, and what is imported is said first.
 
     Args:
         head: The name.
-        what: What it is for, for messages.
-        option: Which option of the command line names it again.
-        error: What is raised.
+        option: What names it on the command line.
         note: Told what is imported.
-        only_classes: Whether the module's source must show a class of that name.
 
     Raises:
-        EwcError: of that kind, if it is not the user's own, or see `find`.
+        ArchitectureError: if it is not the user's own, or see `find`.
     """
     module, _, name = head.partition(":")
-    file = own_source(module)
-    if file is None:
-        raise error(
-            f"a file names {head} as the {what}, and there is no such module of your own: a file may name none of "
-            f"Python's or of installed packages, so it was not imported. {_remedy(option)}"
-        )
-    if not _is_in_source(file, name.partition(".")[0], only_classes):
-        raise error(
-            f"a file names {head} as the {what}, and no such {'class' if only_classes else 'name'} is seen in {file}, "
-            f"so it was not imported. {_remedy(option)}"
-        )
-    if module in sys.modules and _file_of(module) != file:
-        raise error(f"a file names {head} as the {what}, and another module is called {module} already")
-    if note is not None:
-        note(f"a file names {head} as the {what}: importing {file}")
-    value = find(head, what, error)
-    if not _is_own(value):
-        home = getattr(value, "__module__", None)
-        raise error(
-            f"a file names {head} as the {what}, which {file} has from {home or 'elsewhere'}; a file may only name "
-            f"what is defined in a module of your own. {_remedy(option)}"
-        )
-    return value
-
-
-def _remedy(option: str) -> str:
-    return (
+    named, file = f"a file names {head} as the architecture", own_source(module)
+    remedy = (
         "Run ewc-ft in the folder that holds it, put that folder into PYTHONPATH, or, if you trust it, name it "
         f"yourself with {option}"
     )
+    if file is None:
+        raise ArchitectureError(
+            f"{named}, and there is no such module of your own: a file may name none of Python's or of installed "
+            f"packages, so it was not imported. {remedy}"
+        )
+    if not _has_class(file, name.partition(".")[0]):
+        raise ArchitectureError(f"{named}, and no such class is seen in {file}, so it was not imported. {remedy}")
+    if module in sys.modules and _file_of(module) != file:
+        raise ArchitectureError(f"{named}, and another module is called {module} already")
+    if note is not None:
+        note(f"{named}: importing {file}")
+    value = find(head, "architecture", ArchitectureError)
+    if not _is_own(value):
+        home = getattr(value, "__module__", None)
+        raise ArchitectureError(
+            f"{named}, which {file} has from {home or 'elsewhere'}; a file may only name what is defined in a module "
+            f"of your own. {remedy}"
+        )
+    return value
 
 
 def own_source(module: str) -> Path | None:
@@ -152,24 +135,17 @@ def _file_of(module: str) -> Path | None:
     return None if file is None else Path(file)
 
 
-def _is_in_source(file: Path, name: str, only_classes: bool) -> bool:
-    """Whether a module's source defines or imports a name, seen without importing it."""
+def _has_class(file: Path, name: str) -> bool:
+    """Whether a module's source defines a class or imports a name, seen without importing it."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         return False
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return True
-        if isinstance(node, ast.ImportFrom) and {name, "*"} & {other.asname or other.name for other in node.names}:
-            return True
-        if only_classes:
-            continue
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            return True
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name:
-            return True
-    return False
+    return any(
+        (isinstance(node, ast.ClassDef) and node.name == name)
+        or (isinstance(node, ast.ImportFrom) and {name, "*"} & {other.asname or other.name for other in node.names})
+        for node in ast.walk(tree)
+    )
 
 
 @contextlib.contextmanager

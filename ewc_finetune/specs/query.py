@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from ewc_finetune.errors import UsageError
@@ -41,8 +43,35 @@ def parse(text: str) -> Address:
     return Address(head, options)
 
 
+# Options that say which part of data is taken, and how it is trained on: with any of them it is the same data still.
+PARTS = ("split", "augment", "weight", "limit", "first")
+
+
+def data_key(spec: str, loose: Collection[str] = ("split",)) -> tuple[str, frozenset[tuple[str, str]]]:
+    """Return what two specs of the same data have in common.
+
+    Args:
+        spec: The data; what is no address stands for itself.
+        loose: Options that may be others.
+    """
+    try:
+        address = parse(spec)
+    except UsageError:
+        return spec, frozenset()  # what a Python caller calls it
+    return address.head, frozenset(item for item in address.options.items() if item[0] not in loose)
+
+
 def without(text: str, *keys: str) -> str:
-    """Return an address without these options."""
-    address = parse(text)
+    """Return an address without these options; what is no address as it is."""
+    try:
+        address = parse(text)
+    except UsageError:
+        return text
     kept = {key: value for key, value in address.options.items() if key not in keys}
     return text if kept == address.options else str(Address(address.head, kept))
+
+
+def in_file_name(addresses: str | Iterable[str]) -> str:
+    """Return an address, or several, as a part of a file's name: `digits?rotate=90` as `digits-rotate-90`."""
+    each = [addresses] if isinstance(addresses, str) else addresses
+    return "+".join(re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-") for text in each)

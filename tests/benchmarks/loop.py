@@ -78,7 +78,7 @@ def by_finetune(model: nn.Module, data: TensorDataset, size: int, folder: Path) 
     with timed(Trainer, "run") as whole, timed(Trainer, "_evaluate") as saving:
         ewc_finetune.finetune(
             model, data, epochs=1, batch_size=size, eval_on=[], architecture="x:Y", output=folder / "m.pt",
-            overwrite=True, progress=Printer(quiet=False, verbose=False, as_json=False),
+            overwrite=True, progress=Printer(),
         )  # fmt: skip
     return whole[0] - sum(saving), sum(saving)
 

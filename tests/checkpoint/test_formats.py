@@ -526,6 +526,8 @@ def test_the_default_output_is_in_the_same_format(ewc_ft, tmp_path):
     done = ewc_ft("finetune", "--anchors", "w.anchor.safetensors", *data, "--epochs", "1", "--json")
     document = json.loads(done.stdout)
     assert document["checkpoint"] == "w-digits-limit-40.safetensors"
+    again = ewc_ft("consolidate", "w.anchor.safetensors", "--data", "digits?rotate=90&limit=40", "--json")
+    assert json.loads(again.stdout)["anchor"] == "w-digits-rotate-90-limit-40.anchor.safetensors"
     safetensors.torch.load_file(tmp_path / document["checkpoint"])
     ewc_ft("consolidate", "m.pt", *data)
     refused = ewc_ft("finetune", "--anchors", "m.anchor.safetensors", *data, expect=1)

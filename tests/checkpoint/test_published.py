@@ -56,7 +56,7 @@ def test_torchvisions_are_a_checkpoint(of_torchvision, tmp_path, monkeypatch):
     assert loaded.metadata.architecture == "torchvision:shufflenet_v2_x0_5?num_classes=1000"
     assert is_there(SHUFFLE)
     assert local_name(SHUFFLE) == Path("shufflenet_v2_x0_5")
-    assert anchor_of(SHUFFLE) == Path("shufflenet_v2_x0_5.anchor.safetensors")
+    assert anchor_of(SHUFFLE, "digits") == Path("shufflenet_v2_x0_5.anchor.safetensors")
     assert default_output(SHUFFLE, [], "digits") == Path("shufflenet_v2_x0_5-digits.pt")
     assumed = loaded.assumption
     assert (assumed.source, assumed.transform.resize, assumed.transform.mean) == ("weights", 256, IMAGENET_MEAN)

@@ -287,7 +287,7 @@ def test_a_model_on_the_hub(tmp_path, monkeypatch):
     assert loaded.file == loaded.label == f"hf:org/name@{'0' * 40}"
     data = reviews(tmp_path / "r.jsonl")
     monkeypatch.chdir(tmp_path)
-    assert str(default_output("hf:org/name@v1")) == "name.anchor.safetensors"
+    assert str(default_output("hf:org/name@v1", "digits")) == "name.anchor.safetensors"
     ewc.finetune("hf:org/name", data, epochs=0, output=tmp_path / "out", eval_on=[])
     assert (tmp_path / "out" / "model.safetensors").is_file()
 

@@ -117,6 +117,12 @@ def test_codes(ewc_ft, files, monkeypatch, line):
     assert sorted(path.name for path in files.iterdir()) == before
 
 
+def test_a_run_that_is_not_there_is_told_from_a_folder_that_is_none(ewc_ft, tmp_path):
+    (tmp_path / "other").mkdir()
+    assert "gone.run is not there. Name the folder" in ewc_ft("finetune", "--resume", "gone.run", expect=1).stderr
+    assert "other is no run folder: there is no run.json" in ewc_ft("finetune", "--resume", "other", expect=1).stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there(ewc_ft, files, monkeypatch):
     monkeypatch.chdir(files)

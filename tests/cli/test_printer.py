@@ -28,7 +28,7 @@ def test_verbose_and_quiet(ewc_ft):
 def test_without_a_terminal_a_line_a_minute(monkeypatch, capsys):
     times = iter([0.0, 30.0, 61.0, 70.0, 122.0])
     monkeypatch.setattr("ewc_finetune.cli.printer.time.monotonic", lambda: next(times))
-    with Printer(quiet=False, verbose=False, as_json=False).bar("fine-tuning on digits", 4000, "step") as bar:
+    with Printer().bar("fine-tuning on digits", 4000, "step") as bar:
         for _ in range(4):
             bar.advance(500, loss=0.51234, penalty=0.1)
     assert capsys.readouterr().err.splitlines() == [
@@ -39,9 +39,9 @@ def test_without_a_terminal_a_line_a_minute(monkeypatch, capsys):
 
 def test_no_total_and_no_figures(monkeypatch, capsys):
     monkeypatch.setattr("ewc_finetune.cli.printer._SECONDS_BETWEEN_LINES", 0.0)
-    with Printer(quiet=False, verbose=False, as_json=False).bar("Fisher", None, "sample") as bar:
+    with Printer().bar("Fisher", None, "sample") as bar:
         bar.advance(1500)
-    with Printer(quiet=True, verbose=False, as_json=False).bar("Fisher", None, "sample") as bar:
+    with Printer(quiet=True).bar("Fisher", None, "sample") as bar:
         bar.advance(1500)
     assert capsys.readouterr().err == "Fisher: 1,500 samples\n"
 
@@ -54,7 +54,7 @@ def test_a_notebook_has_its_own_bars_if_it_has_widgets(monkeypatch, capsys):
     for name in ("tqdm.auto", "tqdm.autonotebook"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr("tqdm.notebook.IProgress", None)
-    printer = Printer(quiet=False, verbose=False, as_json=False)
+    printer = Printer()
     with printer.bar("work", 3, "step") as bar:
         bar.advance(3)
     assert capsys.readouterr().err == ""

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from support.transformers_models import bert, saved
 
 import ewc_finetune as ewc
 from ewc_finetune.data.columns import read_columns
@@ -125,7 +126,18 @@ def trained(ewc_ft, tmp_path):
         (
             MIXED.replace(".", ","),
             "table:t.csv?target=city&ignore=id,age",
-            "'price' ('1,5' in line 2). If a comma is the decimal point, say decimal=comma.",
+            "'price' ('1,5' in line 2). If a comma is the decimal point, say decimal=comma;",
+        ),
+        (
+            MIXED.replace(".", ","),
+            "table:t.csv?target=price&ignore=id,age",
+            "line 2: the target 'price' is '1,5'. If a comma is the decimal point, say decimal=comma; those between",
+        ),
+        (
+            "text,label\n" + "".join(f"it is {n},{n % 2}\n" for n in range(30)),
+            "table:t.csv?text=label&target=text",
+            "30 of 30 labels are different, such as 'it is 0', and hardly name classes. Are they what is to be "
+            "predicted (target=NAME), or are text= and target= swapped?",
         ),
         (
             "1,2,3\n4,5,6\n",
@@ -202,8 +214,84 @@ def test_targets_of_another_size_are_remarked_on(ewc_ft, tmp_path):
     finetune = ("finetune", "--model", "mlp?hidden=4", "--likelihood", "gaussian", "--epochs", 1, "--overwrite")
     said = ewc_ft(*finetune, "--data", "table:t.csv?target=price", "-o", "m.pt").stderr
     assert "its targets deviate by 61,283 from their mean" in said
+    assert "unit=100000 divides by that, and is kept with the model" in said
+    said = ewc_ft(*finetune, "--data", "table:t.csv?target=price&unit=1000", "-o", "m.pt").stderr
+    assert "its targets deviate by 61 from their mean" in said
     assert "unit=100000 divides by that" in said
     assert "deviate" not in ewc_ft(*finetune, "--data", "table:t.csv?target=price&unit=100000", "-o", "m.pt").stderr
+
+
+def test_the_unit_of_targets_stays_with_the_model(ewc_ft, tmp_path):
+    rows = [(n % 17, 200_000 + 10_000 * (n % 17)) for n in range(40)]
+    (tmp_path / "t.csv").write_text("a,price\n" + "".join(f"{a},{price}\n" for a, price in rows))
+    (tmp_path / "k.csv").write_text("a,price\n" + "".join(f"{a},{price / 1000}\n" for a, price in rows))
+    training = ("--likelihood", "gaussian", "--epochs", 1, "--overwrite")
+    said, plain = "table:t.csv?target=price&unit=100000", "table:t.csv?target=price"
+    ewc_ft("finetune", "--model", "mlp?hidden=4", "--data", said, "--eval", plain, "-o", "m.pt", *training)
+    assert "a; targets divided by 100,000" in ewc_ft("inspect", "m.pt").stderr
+    notes = ewc_ft("consolidate", "m.pt", "--data", plain).stderr
+    assert f"{plain}: its targets are divided by 100,000, as the model's own were; unit= says another" in notes
+    held = ("finetune", "--anchors", "m.anchor.safetensors", "--data", plain, "-o", "n.pt", *training)
+    said_then = ewc_ft(*held).stderr
+    assert "deviate" not in said_then
+    assert "another function" not in said_then
+    held = (*held[:4], "table:t.csv?target=price&unit=10000", *held[5:])
+    assert (
+        "m.anchor.safetensors was made with targets divided by 100,000, and here they are divided by 10,000: its "
+        "curvature is of another function" in ewc_ft(*held, "--overwrite").stderr
+    )
+    ewc_ft(*held[:4], plain, *held[5:])
+    thousands = "table:k.csv?target=price&unit=100"
+    result = ewc_ft("evaluate", "n.pt", "--data", said, "--data", plain, "--data", thousands, "--json")
+    as_said, as_recorded, otherwise = (score["loss"] for score in json.loads(result.stdout)["scores"])
+    assert as_said == as_recorded == pytest.approx(otherwise)
+    assert "its targets are divided by 100; the model's own were by 100,000" in result.stderr
+    result = ewc_ft("evaluate", "n.pt", "--data", "table:t.csv?target=price&unit=1", "--json")
+    assert json.loads(result.stdout)["scores"][0]["loss"] > 1e6
+    assert ewc.Anchor.open("m.anchor.safetensors").provenance.input["target_unit"] == 100_000
+    assert "target_unit" not in ewc.consolidate("n.pt", "table:t.csv?target=price&unit=1").provenance.input
+    # Arrays and what comes from Python are targets as they are; what is known of the model stays.
+    x, y = (np.array(values, dtype=np.float32) for values in zip(*rows, strict=True))
+    np.savez(tmp_path / "t.npz", x=x[:, None], y=y / 1e5)
+    result = ewc_ft("evaluate", "n.pt", "--data", "npz:t.npz", "--json")
+    assert json.loads(result.stdout)["scores"][0]["loss"] == pytest.approx(as_said)
+    assert "npz:t.npz: its targets stay as they are; the model's own were divided by 100,000" in result.stderr
+    assert ewc.consolidate("n.pt", "npz:t.npz").provenance.input["target_unit"] == 100_000
+
+
+def test_numbers_of_texts_have_a_unit_too(tmp_path):
+    rows = [("w1 w2", 50), ("w3", -10), ("w4", 22.5)]
+    (tmp_path / "n.csv").write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
+    lines = (json.dumps({"text": text, "label": float(label)}) for text, label in rows)
+    (tmp_path / "n.jsonl").write_text("\n".join(lines))
+    one = saved(bert(id2label={0: "LABEL_0"}, label2id={"LABEL_0": 0}), tmp_path / "one")
+    anchors = [
+        ewc.consolidate(one, f"{data}?unit=10", estimator="empirical")
+        for data in (f"hf:{tmp_path / 'n.jsonl'}", f"table:{tmp_path / 'n.csv'}")
+    ]
+    assert [anchor.provenance.input["target_unit"] for anchor in anchors] == [10, 10]
+    assert len({anchor.provenance.data["fingerprint"] for anchor in anchors}) == 1
+    data = f"hf:{tmp_path / 'n.jsonl'}"
+    done = ewc.finetune(one, data, anchors=anchors[0], epochs=0, eval_on=[data, f"{data}?stream=1"])
+    said = ewc.evaluate(one, [f"{data}?unit=10", f"{data}?unit=10&stream=1"])
+    assert [score.loss for score in (*done.before, *said)] == [pytest.approx(said[0].loss)] * 4
+
+
+def test_classes_that_are_written_with_decimals_are_remarked_on(ewc_ft, tmp_path):
+    (tmp_path / "t.csv").write_text("x,label\n" + "".join(f"{n},{n % 2}.0\n" for n in range(8)))
+    finetune = ("finetune", "--model", "mlp?hidden=4", "--epochs", 1, "--overwrite", "-o", "m.pt")
+    said = ewc_ft(*finetune, "--data", "table:t.csv").stderr
+    assert (
+        "its targets are whole numbers that are written with decimals (0.0,1.0), so they are predicted as numbers. If "
+        "each is a class, give whole numbers (1 for 1.0), or name them, of a table: labels=0.0,1.0" in said
+    )
+    assert "decimals" not in ewc_ft("evaluate", "m.pt", "--data", "table:t.csv").stderr
+    said = ewc_ft(*finetune, "--data", "table:t.csv?labels=0.0,1.0").stderr
+    assert "num_classes=2" in said
+    assert "decimals" not in said
+    for target in ("{n}.0", "{n}.5"):  # as many as there are rows, or no whole ones
+        (tmp_path / "t.csv").write_text("x,y\n" + "".join(f"{n},{target.format(n=n % 8)}\n" for n in range(8)))
+        assert "decimals" not in ewc_ft(*finetune, "--data", "table:t.csv").stderr
 
 
 def test_labels_of_classes(ewc_ft, tmp_path):

@@ -4,7 +4,7 @@ import csv
 import json
 
 import pytest
-from support.transformers_models import encoder, saved
+from support.transformers_models import encoder, saved, tokenizer
 
 REVIEWS, TOPICS = ("w1", "w2"), ("w11", "w12", "w13")
 
@@ -48,6 +48,32 @@ def test_reviews_then_topics_in_five_commands(ewc_ft, folder):
     config = json.loads((folder / "topics" / "config.json").read_text())
     assert config["architectures"] == ["BertForSequenceClassification"]
     assert len(config["id2label"]) == 3
+
+
+def write_pairs(path, words, count):
+    """Write pairs of texts in which the class says which of the two has the first of the words."""
+    rows = []
+    for n in range(count):
+        one, other = words if n % 2 else words[::-1]
+        rows.append(f"w20 {one} w{21 + n % 7}\tw{30 + n % 5} {other}\t{n % 2}\n")
+    path.write_text("one\tother\tlabel\n" + "".join(rows))
+
+
+def test_pairs_of_texts_then_others(ewc_ft, tmp_path):
+    saved(encoder(), tmp_path / "encoder")
+    tokenizer(of_pairs=True).save_pretrained(tmp_path / "encoder")
+    for name, words in (("old", REVIEWS), ("new", TOPICS[:2])):
+        write_pairs(tmp_path / f"{name}.tsv", words, 40)
+    old, new = (f"table:{name}.tsv?text=one,other" for name in ("old", "new"))
+    quick = ("--lr", 5e-3, "--batch-size", 10, "--epochs", 6, "--eval-every", 1000)
+    ewc_ft("finetune", "--model", "encoder", "--head", "new", "--data", old, "-o", "old", *quick)
+    said = ewc_ft("consolidate", "old", "--data", old, "--probe", 20).stderr
+    assert "samples of a dictionary of input_ids" in said
+    assert "token_type_ids" in said
+    held = ("finetune", "--model", "old", "--anchors", "old.anchor.safetensors", "--data", new, "-o", "new", *quick)
+    ewc_ft(*held, "--lambda", 1)
+    scores = json.loads(ewc_ft("evaluate", "new", "--data", old, "--data", new, "--json").stdout)["scores"]
+    assert [score["accuracy"] > 0.9 for score in scores] == [True, True]
 
 
 @pytest.mark.parametrize(

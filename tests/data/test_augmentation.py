@@ -1,5 +1,7 @@
 """Images to train on are changed at random, each by itself, and only there."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ import ewc_finetune as ewc
 from ewc_finetune.data.augmentation import augmented
 from ewc_finetune.data.sources import load_domain
 from ewc_finetune.errors import DataError, UsageError
+from ewc_finetune.runs.record import read_run
 
 QUICK = {"epochs": 2, "eval_on": [], "batch_size": 16}
 
@@ -73,6 +76,26 @@ def test_images_from_files(tmp_path):
     data = f"imagefolder:{tmp_path}?size=16&augment=rand,crop"
     assert load_domain(data, "train").augment == ("rand", "crop")
     assert ewc.finetune("cnn", data, **{**QUICK, "batch_size": 2}).steps == 6
+
+
+def test_what_is_scored_is_not_called_augmented(ewc_ft, tmp_path):
+    data = "digits?augment=flip&limit=64"
+    options = ("--data", data, "--epochs", 1, "--keep", "best")
+    ewc_ft("finetune", "--model", "mlp?hidden=8", *options, "-o", "m.pt")
+    ewc_ft("consolidate", "m.pt", "--data", "digits?limit=64")
+    old = ("--eval", "digits?rotate=90&limit=64")
+    held = ("--anchors", "m.anchor.safetensors", *options, *old)
+    for name, new in (("a", data), ("b", "digits?limit=64")):
+        ewc_ft("finetune", *held, "--eval", new, "-o", f"{name}.pt")
+    names = {name: [s["domain"] for s in read_run(tmp_path / f"{name}.run").document["after"]] for name in "mab"}
+    assert names["m"] == ["digits?limit=64"]
+    assert names["a"] == names["b"] == ["digits?rotate=90&limit=64", "digits?limit=64"]
+    runs = json.loads(ewc_ft("report", "a.run", "b.run", "--json").stdout)["runs"]
+    assert [run["new"] for run in runs] == ["digits?limit=64"] * 2
+    swept = ewc_ft(
+        "sweep", "--anchors", "m.anchor.safetensors", *options, *old, "--eval", data, "--lambda", 1, "--json"
+    )
+    assert json.loads(swept.stdout)["new"] == "digits?limit=64"
 
 
 def test_only_what_is_trained_on(tmp_path):

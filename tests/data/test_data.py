@@ -334,6 +334,59 @@ def test_a_folder_of_images_without_classes(tmp_path):
         load_domain(f"images:{tmp_path}/empty", "train")
 
 
+def test_several_arrays_are_a_dictionary_by_their_names(tmp_path):
+    path, left, right = tmp_path / "a.npz", np.arange(12.0).reshape(6, 2), np.arange(18).reshape(6, 3)
+    np.savez(path, left=left, right=right, y=np.arange(6) % 2, z=np.ones(5), label=np.array(list("abcabc")))
+    domain = load_domain(f"npz:{path}?inputs=left,right&classes=1&limit=2&offset=1&target=y", "train")
+    ((inputs, labels),) = domain.batches(5)
+    assert {name: tensor.dtype for name, tensor in inputs.items()} == {"left": torch.float32, "right": torch.int64}
+    assert inputs["left"].tolist() == [left[n].tolist() for n in inputs["right"][:, 0] // 3]
+    assert (labels.tolist(), domain.size) == ([2, 2], 2)
+    domain = load_domain(f"npz:{path}?inputs=right,left&target=label", "train")
+    assert (list(domain.first()), domain.classes) == (["right", "left"], ("a", "b", "c"))
+    order = torch.Generator().manual_seed(0)
+    batches = list(domain.batches(4, order))
+    drawn = torch.cat([inputs["right"][:, 0] // 3 for inputs, _ in batches])
+    assert torch.cat([labels for _, labels in batches]).tolist() == (drawn % 3).tolist()
+    assert sorted(drawn.tolist()) == list(range(6))
+    np.savez(path, left_train=left, right_train=right, left_test=left[:2], right_test=right[:2])
+    domain = load_domain(f"npz:{path}?inputs=left,right", "test")
+    assert (domain.size, domain.split, domain.labelled, list(domain.first())) == (2, "test", False, ["left", "right"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "message"),
+    [
+        ("left,rihgt", UsageError, "no array 'rihgt' for the inputs. Did you mean 'right'?"),
+        ("left,left", UsageError, "inputs=left,left is not understood; expected .* none twice"),
+        ("left,y", UsageError, "y is an input and the target too; name the target"),
+        ("left,z", DataError, "different numbers of samples: left 6, z 5, y 6"),
+        ("left,right&size=3", UsageError, "its samples are no images, so they cannot be resized"),
+        ("left,right&mean=0&std=1", UsageError, "its samples are no images, so they cannot be normalised"),
+        ("left,words&target=z", DataError, "words is <U1 of shape .*expected numbers"),
+    ],
+)
+def test_arrays_that_go_into_no_dictionary(asked, error, message, tmp_path):
+    numbers = {name: np.ones((6, 2)) for name in ("left", "right")}
+    np.savez(tmp_path / "a.npz", **numbers, y=np.zeros(6, int), z=np.ones(5), words=np.array(list("abcabc")))
+    with pytest.raises(error, match=message):
+        load_domain(f"npz:{tmp_path / 'a.npz'}?inputs={asked}", "train")
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ([(torch.ones(2, 3), torch.ones(2, 4), torch.zeros(2))], r"\(Tensor, Tensor, Tensor\); expected"),
+        ([((torch.ones(2, 3), torch.ones(2, 4)), torch.zeros(2))], r"\(\(Tensor, Tensor\), Tensor\); expected"),
+        (TensorDataset(torch.ones(2, 3), torch.ones(2, 4), torch.zeros(2)), r"\(Tensor, Tensor, Tensor\); expected"),
+    ],
+)
+def test_a_tuple_of_inputs_leads_to_a_dictionary(data, said):
+    with pytest.raises(DataError, match=said + r".*by the names of the model's arguments: \({'left': a, 'right': b}"):
+        as_domain(data).first()
+    assert as_domain(data).labels is None
+
+
 def test_arrays(tmp_path):
     path = tmp_path / "a.npz"
     np.savez(path, x=np.arange(12.0).reshape(6, 2), y=np.array([0, 1, 2, 0, 1, 2]))
@@ -349,15 +402,15 @@ def test_arrays(tmp_path):
     assert load_domain(f"npz:{path}?inputs=pixels&target=kind", "train").labels.dtype == torch.float32
     assert load_domain(f"npz:{path}?inputs=pixels", "train").labels is None
     for spec, message in (
-        ("?inputs=pixel", "which array are the inputs.*It has pixels, kind"),
-        ("", "which array are the inputs"),
-        ("?inputs=pixels&target=other", "which array are the target"),
+        ("?inputs=pixel", "no array 'pixel' for the inputs. Did you mean 'pixels'"),
+        ("", "which array are the inputs.*It has pixels, kind"),
+        ("?inputs=pixels&target=other", "no array 'other' for the target. Known: kind, pixels"),
         ("?inputs=kind&rotate=3", "its samples are no images"),
     ):
         with pytest.raises(UsageError, match=message):
             load_domain(f"npz:{path}{spec}", "train")
     np.savez(path, x=np.ones((3, 2)), y=np.ones(2))
-    with pytest.raises(DataError, match="x has 3 samples and y 2"):
+    with pytest.raises(DataError, match="different numbers of samples: x 3, y 2"):
         load_domain(f"npz:{path}", "train")
     np.savez(path, x=np.array([None, "a"], dtype=object))
     with pytest.raises(DataError, match=r"cannot be read as arrays .*allow_pickle"):

@@ -62,3 +62,31 @@ def test_what_does_not_fit_is_named():
     with pytest.raises(DataError, match=r"shape 1 x 8 x 8; the model takes 1 x 28 x 28\. .*size=28x28&channels=1"):
         find_input_spec(MLP(), IMAGES, CPU, logits, recorded)
     assert find_input_spec(MLP(64, 5), IMAGES, CPU, logits, InputSpec((1, 8, 8), True, True).to_json())[0].flat
+
+
+class Two(nn.Module):
+    def forward(self, left, right):
+        return left @ right.mT
+
+
+def test_a_model_of_several_inputs_says_how_they_are_given():
+    one = as_domain([torch.ones(3, 2)])
+    with pytest.raises(
+        DataError, match=r"Its forward takes left, right: give a dictionary .*npz:FILE\?inputs=left,right"
+    ):
+        find_input_spec(Two(), one, CPU, logits)
+    both = as_domain([{"left": torch.ones(3, 2), "right": torch.ones(4, 2)[:3]}])
+    spec, outputs = find_input_spec(Two(), both, CPU, logits)
+    assert (spec.names, outputs) == ({"left": (2,), "right": (2,)}, (1,))
+    recorded = spec.to_json()
+    with pytest.raises(DataError, match=r"its samples are a single tensor, and the model takes left, right by name"):
+        find_input_spec(Two(), one, CPU, logits, recorded)
+    other = as_domain([{"left": torch.ones(3, 2), "wrong": torch.ones(3, 2)}])
+    with pytest.raises(
+        DataError, match=r"dictionaries of left, wrong, and the model takes left, right .*inputs=left,ri"
+    ):
+        find_input_spec(Two(), other, CPU, logits, recorded)
+    with pytest.raises(
+        DataError, match=r"samples are a dictionary of left \(2\), right \(2\); the model takes 1 x 8 x 8"
+    ):
+        find_input_spec(MLP(64, 5), both, CPU, logits, InputSpec((1, 8, 8), True, True).to_json())

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ewc_finetune.anchor.provenance import read_provenance
 from ewc_finetune.checkpoint.checkpoint import ModelMetadata
-from ewc_finetune.data.columns import Column, are_columns, read_columns
+from ewc_finetune.data.columns import Column, is_table_record, read_columns
 from ewc_finetune.data.encoding import encode
 from ewc_finetune.data.sources import load_domain
 from ewc_finetune.data.table_files import Frame, NoNumberError, read_table
@@ -71,6 +71,51 @@ def test_a_separator_within_quotes_or_of_the_texts_is_none(table):
     domain = table('text,label\n"a; b, and ""c""\nd",0\ne;f,1\n')
     assert list(domain.samples.texts) == ['a; b, and "c"\nd', "e;f"]
     assert inputs_of(table("label;x\n0;1,5\n1;2,5\n", "decimal=comma")) == [[1.5], [2.5]]
+
+
+@given(
+    st.lists(st.decimals(-(10**9), 10**9, places=2), min_size=1, max_size=5), st.booleans(), st.sampled_from(["", " "])
+)
+def test_a_comma_as_decimal_point(tmp_path_factory, numbers, grouped, space):
+    """With points between thousands or without."""
+    path = tmp_path_factory.mktemp("comma") / "t.csv"
+    texts = [f"{number:{',' if grouped else ''}.2f}".translate(str.maketrans(",.", ".,")) for number in numbers]
+    path.write_text("x;y\n" + "".join(f"{space}{text};{text}\n" for text in texts))
+    frame = read_table(path, decimal_comma=True)
+    for name in ("x", "y"):
+        assert frame.numbers(name).tolist() == [float(number) for number in numbers]
+
+
+def test_points_of_other_numbers_stay(table):
+    assert inputs_of(table("x;z;label\n1.234;0.123;0\n1.5;1,5;1\n", "decimal=comma")) == [
+        [pytest.approx(1.234), pytest.approx(0.123)],
+        [1.5, 1.5],
+    ]
+    assert inputs_of(table("x;z;label\n1.234;1.234.567,5;0\n12.000;-1.000;1\n", "decimal=comma")) == [
+        [1234, 1234567.5],
+        [12000, -1000],
+    ]
+    assert list(table("text;label\nv. 1.234;0\n1.234;1\n", "decimal=comma").samples.texts) == ["v. 1.234", "1.234"]
+
+
+def test_targets_with_commas_lead_to_the_decimal_point(table):
+    for value in ("1,5", "834,772", "1.834,77"):
+        text = f"x;y\n1;{value}\n2;2,5\n"
+        with pytest.raises(DataError, match=r"line 2: the target 'y' is .*say decimal=comma; those between thousands"):
+            table(text, "target=y")
+    assert table("x;y\n1;1,5\n2;2,5\n", 'target=y&labels="1,5","2,5"').labels.tolist() == [0, 1]
+    assert table("x;y\n1;1,5\n2;a\n", "target=y").classes == ("1,5", "a")
+
+
+def test_texts_in_the_place_of_labels_are_refused(table):
+    text = "text,label\n" + "".join(f"text {n},{n % 2}\n" for n in range(30))
+    with pytest.raises(DataError, match="text: 30 of 30 labels are different, such as 'text 0', .* or are text= and"):
+        table(text, "text=label&target=text")
+    names = ",".join(f"text {n}" for n in range(30))
+    assert len(table(text, f"text=label&target=text&labels={names}").classes) == 30
+    # Where some samples have one class, they may be classes, and so may 20 of any number.
+    assert len(table("text,label\n" + "".join(f"a,c{n % 25}\n" for n in range(30))).classes) == 25
+    assert len(table("text,label\n" + "".join(f"a,c{n}\n" for n in range(20))).classes) == 20
 
 
 def test_without_a_header_columns_have_numbers(table):
@@ -276,7 +321,7 @@ def test_numbers_of_classes(table):
 
 def test_targets_in_another_unit(table):
     assert table("x,y\n1,1000\n2,3000\n", "unit=1000").labels.tolist() == [1, 3]
-    with pytest.raises(UsageError, match="unit= is of numbers to predict, and the target 'y' has names"):
+    with pytest.raises(UsageError, match="t.csv: y: unit= is of numbers to predict, and the target has names"):
         table("x,y\n1,a\n2,b\n", "unit=1000")
     with pytest.raises(UsageError, match="unit=0 is not understood; expected a number above 0 such as 1000"):
         table("x,y\n1,1\n2,2\n", "unit=0")
@@ -297,17 +342,27 @@ WHOLE = {"name": "a", "mean": 1.5, "std": 2, "fill": 0}
     ],
 )  # fmt: skip
 def test_a_record_that_cannot_be(wrong):
-    assert not are_columns({"columns": wrong})
+    assert not is_table_record({"columns": wrong})
     with pytest.raises(CheckpointError, match="is damaged"):
         ModelMetadata.read({"input": {"columns": wrong}}, "m.pt")
     with pytest.raises(AnchorError, match="in the metadata, input is"):
         read_provenance(json.dumps({"name": "a", "input": {"columns": wrong}}), "a.safetensors")
 
 
+@pytest.mark.parametrize("unit", [0, -1.0, "1", True, math.nan, math.inf, 1e-320, [1]])
+def test_a_unit_that_cannot_be(unit):
+    with pytest.raises(CheckpointError, match="is damaged"):
+        ModelMetadata.read({"input": {"target_unit": unit}}, "m.pt")
+    with pytest.raises(AnchorError, match="in the metadata, input is"):
+        read_provenance(json.dumps({"name": "a", "input": {"target_unit": unit}}), "a.safetensors")
+    assert is_table_record({"target_unit": 1000.0})
+    assert is_table_record({"target_unit": None})
+
+
 def test_a_record_is_read_as_it_was_written():
     columns = (Column("a", fill=0.0, mean=1.5, std=2.0), Column("b", ("x", "y")), Column("c"))
     document = json.loads(json.dumps({"columns": [column.to_json() for column in columns]}))
-    assert are_columns(document)
+    assert is_table_record(document)
     assert read_columns(document) == columns
     assert read_columns({}) == ()
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from support.notes import Notes
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchvision import models
-from torchvision.transforms import v2
+from torchvision import models, transforms
 
 import ewc_finetune as ewc
 from ewc_finetune.anchor.anchor import Anchor
@@ -23,7 +24,7 @@ from ewc_finetune.checkpoint.published import transform_of_weights
 from ewc_finetune.data.domain import as_domain
 from ewc_finetune.data.input_spec import InputSpec
 from ewc_finetune.data.sources import load_domain
-from ewc_finetune.data.transform import IMAGENET_MEAN, IMAGENET_STD, Transform, is_transform
+from ewc_finetune.data.transform import IMAGENET_MEAN, IMAGENET_STD, INTERPOLATIONS, Transform, is_transform
 from ewc_finetune.errors import AnchorError, CheckpointError, DataError, UsageError
 from ewc_finetune.evaluation.presenting import presented
 from ewc_finetune.progress import Silent
@@ -63,16 +64,35 @@ def first_seen(model, spec, **options):
 
 def test_images_go_in_as_torchvisions_transforms_would_make_them(photos):
     """Resize, CenterCrop, ToTensor, Normalize of a folder of images, pixel by pixel."""
-    first = v2.functional.pil_to_tensor(Image.open(photos / "cats" / "00.png"))
-    to_floats, normalise = v2.ToDtype(torch.float32, scale=True), v2.Normalize(IMAGENET_MEAN, IMAGENET_STD)
-    wanted = v2.Compose([v2.Resize(16), v2.CenterCrop(14), to_floats, normalise])(first)
+    first = Image.open(photos / "cats" / "00.png")
+    to_tensor, normalise = transforms.ToTensor(), transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD)
+    wanted = transforms.Compose([transforms.Resize(16), transforms.CenterCrop(14), to_tensor, normalise])(first)
     found = first_seen(Saw(), f"imagefolder:{photos}?resize=16&crop=14&mean=imagenet&std=imagenet")
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
     three = first_seen(Saw(), f"imagefolder:{photos}?resize=16&crop=14&mean=0.485,0.456,0.406&std=0.229,0.224,0.225")
     assert torch.equal(three, found)
     bicubic = first_seen(Saw(), f"imagefolder:{photos}?resize=16&interpolation=bicubic&crop=12x10")
-    resize = v2.Resize(16, interpolation=v2.InterpolationMode.BICUBIC)
-    assert torch.equal(bicubic, v2.Compose([resize, v2.CenterCrop((12, 10))])(first) / 255)
+    resize = transforms.Resize(16, interpolation=transforms.InterpolationMode.BICUBIC)
+    assert torch.equal(bicubic, transforms.Compose([resize, transforms.CenterCrop((12, 10)), to_tensor])(first))
+
+
+@given(
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 60), st.integers(1, 60)),
+    side=st.integers(1, 60),
+    interpolation=st.sampled_from(INTERPOLATIONS),
+    whole=st.booleans(),
+)
+def test_bytes_are_resized_to_the_very_bytes_that_pillow_makes(shape, side, interpolation, whole):
+    images = torch.randint(0, 256, (2, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(side))
+    size = {"size": (side, side + 1)} if whole else {"resize": side}
+    found = Transform(interpolation=interpolation, **size).reshape(images)
+    resize = transforms.Resize(
+        (side, side + 1) if whole else side, interpolation=transforms.InterpolationMode(interpolation)
+    )
+    for plane, resized in zip(images.flatten(0, 1), found.flatten(0, 1), strict=True):
+        assert np.array_equal(resize(Image.fromarray(plane.numpy())), resized)
+    # Floats stay torch's to resize.
+    assert Transform(interpolation=interpolation, **size).reshape(images / 255).shape == found.shape
 
 
 @pytest.mark.parametrize(

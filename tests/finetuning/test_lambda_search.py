@@ -299,7 +299,7 @@ def test_what_is_advised_was_not_done_already(tmp_path, monkeypatch):
 
     notes = Notes()
     assert advice("a", notes) == "Use a larger --lambda (auto looks for one), --rehearse probes, or a smaller --retain"
-    go_on = f"to go on with less: ewc-ft finetune --resume {tmp_path / 'a.run'} --retain X, of a smaller X"
+    go_on = f"to go on with less: ewc-ft finetune --resume {tmp_path / 'a.run'} --trust-code --retain X, of a smaller X"
     assert notes.lines[-1].endswith(go_on)
     done = ewc.finetune(
         copy.deepcopy(model), blobs(1, shift=1), anchors=anchor, lambdas=0, retain=0.001, lr=0.3, batch_size=20,
@@ -358,7 +358,7 @@ def test_a_search_that_was_stopped_goes_on(tmp_path, monkeypatch):
     notes = Notes()
     with pytest.raises(Killed):
         run("m.pt", progress=notes)
-    assert notes.lines[-1] == f"to go on: ewc-ft finetune --resume {tmp_path / 'm.run'}"
+    assert notes.lines[-1] == f"to go on: ewc-ft finetune --resume {tmp_path / 'm.run'} --trust-code"
     for other, message in (({"epochs": 8}, "epochs was 2, is 8"), ({"retain": 0.5}, "retain was not given, is 0.5")):
         with pytest.raises(UsageError, match=message):
             run("m.pt", resume=tmp_path / "m.run", **other)

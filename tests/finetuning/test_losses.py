@@ -95,14 +95,11 @@ def test_a_loss_of_ones_own(tmp_path, ewc_ft, mine):
     assert (
         f'loss was "{mine}", is "{cubed}"' in ewc_ft("finetune", "--resume", "m.run", "--loss", cubed, expect=2).stderr
     )
-    # A file may name the user's own, which is said, and no other.
-    again = ewc_ft("finetune", "--config", "m.run/run.toml", "-o", "n.pt").stderr
-    assert "a file names mine_losses:squared as the loss: importing" in again
+    # A file's word is not enough for it.
+    config = ("finetune", "--config", "m.run/run.toml", "-o", "n.pt")
+    assert "m.run/run.toml names code: --loss" in ewc_ft(*config, expect=2).stderr
+    ewc_ft(*config, "--trust-code")
     assert (tmp_path / "n.pt").read_bytes() == (tmp_path / "m.pt").read_bytes()
-    for foreign in ("os:system", "torch.nn.functional:cross_entropy"):
-        (tmp_path / "foreign.toml").write_text(f'loss = "{foreign}"\n')
-        said = ewc_ft(*BASE, "--config", "foreign.toml", "-o", "f.pt", expect=2).stderr
-        assert f"a file names {foreign} as the loss, and there is no such module of your own" in said
     assert "expected package.module:function" in ewc_ft(*BASE, "--loss", "huber", "-o", "h.pt", expect=2).stderr
     said = ewc_ft(*BASE, "--loss", "torch:argmax", "-o", "h.pt", expect=1).stderr
     assert "the loss torch:argmax" in said

@@ -94,6 +94,17 @@ def test_a_ratio_alone_is_the_centre_of_the_anchors(forgot, old):
         torch.testing.assert_close(parameter.detach(), found[name])
 
 
+def test_a_model_that_has_learned_nothing_since_is_refused(start, forgot, old):
+    with pytest.raises(AnchorMismatchError, match=r"has the very weights of .*old.*: nothing is forgotten"):
+        mend(start, old)
+    moved = copy.deepcopy(start)
+    next(module for module in moved.modules() if hasattr(module, "running_mean")).running_mean.add_(1.0)
+    assert mend(moved, old, ratios=[1.0]).points
+    # One of two anchors is of another model, which may well be forgotten.
+    other = ewc.consolidate(forgot, NEW, curvature=ewc.Anchor.open(old).provenance.curvature)
+    assert mend(start, [other, old], ratios=[1.0]).points
+
+
 def test_the_smallest_ratio_that_retains(forgot, old):
     done = mend(forgot, old, retain=0.9, ratios=[100.0, 0.001, 1e6])
     kept = [point.retention[0].unchanged for point in done.points if point.ratio is not None]

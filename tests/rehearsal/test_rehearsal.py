@@ -13,7 +13,7 @@ from support.models import Small
 from support.notes import Notes
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import ewc_finetune as ewc
 from ewc_finetune.anchor.probe_tensors import Probe
@@ -318,6 +318,22 @@ def test_a_plain_run_of_a_search_has_no_help(model, anchor):
     without, *_ = finetuned(model, anchor, lambdas="auto", epochs=2).search.trials
     assert plain.score == without.score
     assert plain.retention[0].samples == held[0].retention[0].samples == 20
+
+
+@pytest.mark.parametrize("head", ["shared", "expand", "new"])
+def test_a_search_has_what_it_rehearses_answered_once(model, anchor, monkeypatch, head):
+    asked, take = [], sources.take_probe
+    monkeypatch.setattr(sources, "take_probe", lambda *given: asked.append(given[1].domain.name) or take(*given))
+    like = DataLoader(TensorDataset(OLD.tensors[0] + 0.1), 20)
+    options = {"rehearse": ["probes", like], "lambdas": "auto", "epochs": 2, "head": head}
+    once = finetuned(copy.deepcopy(model), anchor, **options)
+    assert len(asked) == 3  # variations of the probe, the data, and variations of that
+    monkeypatch.setattr(ewc.finetuning.run, "answers", lambda _: ())
+    anew = finetuned(copy.deepcopy(model), anchor, **options)
+    assert len(asked) >= 6 * 3
+    assert once.search.trials == anew.search.trials
+    assert once.history == anew.history
+    assert all(map(torch.equal, once.model.state_dict().values(), anew.model.state_dict().values()))
 
 
 def test_a_run_keeps_more_and_says_what_was_rehearsed(model, anchor, tmp_path):

@@ -186,6 +186,21 @@ def test_the_plain_run_beside_one_is_the_one_most_like_it(tmp_path):
     assert "The plain run differs in seed too, beside the penalty." in page.pieces
 
 
+def test_the_plain_run_of_another_model_is_told(tmp_path):
+    write_run(tmp_path / "all/held.run")
+    other = {"checkpoint": {"sha256": None, "architecture": "cnn"}}
+    after = [score("mnist", 0.1), score("fmnist", 0.9)]
+    write_run(tmp_path / "all/cnn.run", anchors=[], after=after, found=other)
+    page = page_of(tmp_path / "all")
+    assert "The plain run differs in the model that it started from too, beside the penalty." in page.pieces
+    assert {"Model", "cnn", "mlp?hidden=256,128"} <= set(page.pieces)
+    write_plain(tmp_path / "all/plain.run", data="fmnist?augment=flip", options={"lr": 1.0})
+    page = page_of(tmp_path / "all")
+    assert "plain fine-tuning: 43.8%" in page.text
+    assert "The plain run differs in data, lr too, beside the penalty." in page.pieces
+    assert {"Data", "fmnist", "fmnist?augment=flip"} <= set(page.pieces)
+
+
 @pytest.mark.parametrize("anchors", [[], [anchor(strength=0.0)]])
 def test_a_plain_run_has_no_importance_to_speak_of(tmp_path, anchors):
     layers = [
@@ -223,8 +238,42 @@ def test_a_run_at_lambda_0_is_plain_and_one_on_other_data_is_not_compared(tmp_pa
     page = page_of(tmp_path / "all")
     assert "mnist (old; plain fine-tuning: 50.0%)" in page.text
     assert "fmnist (new; plain fine-tuning: 90.0%)." in page.text
-    assert "Learning mnist" in page.pieces
+    assert (
+        "3 runs of 2 kinds, each compared with its own kind alone: 2 learning fmnist and 1 learning mnist."
+        in page.pieces
+    )
+    assert {"Learning fmnist", "Learning mnist"} <= set(page.pieces)
     assert "Trained without a penalty: accuracy went from 10.0% to 97.6% on mnist (new)." in page.pieces
+
+
+def test_kinds_of_runs_have_parts_of_their_own_and_none_speaks_for_all(tmp_path, ewc_ft):
+    write_sweep(tmp_path / "all", kfac=False)
+    losses = {n: {"before": [score(n, None, 1.0), score("b", None, 4.0)]} for n in ("a", "c")}
+    for name, old, likelihood in (("price", "a", "gaussian"), ("other", "c", "gaussian"), ("counts", "a", "bernoulli")):
+        after = [score(old, None, 1.5), score("b", None, 2.0)]
+        anchors = [anchor(old, likelihood=likelihood)]
+        write_run(
+            tmp_path / f"all/{name}.run", anchors=anchors, data="b", after=after, found={"likelihood": likelihood},
+            **losses[old],
+        )  # fmt: skip
+    result = ewc_ft("report", "all", "--json")
+    made, page = json.loads(result.stdout), _Page((tmp_path / "all/report.html").read_text())
+    assert made["sentence"] == (
+        "13 runs of 3 kinds, each compared with its own kind alone: 1 learning b (bernoulli), 10 learning fmnist and 2 "
+        "learning b (gaussian)."
+    )
+    assert made["figures"] == []
+    kinds = {kind["heading"]: kind for kind in made["kinds"]}
+    assert kinds["Learning fmnist"]["sentence"].startswith("Of 9 held runs, lambda 300 has the best mean")
+    assert kinds["Learning b (bernoulli)"]["sentence"] == (
+        "Held at lambda 100: loss went from 1 to 1.5 on a (old) and from 4 to 2 on b (new)."
+    )
+    # Of one kind, and nothing old that both were scored on.
+    assert kinds["Learning b (gaussian)"]["sentence"].startswith("Held at lambda 100 (other, one of 2 held runs): ")
+    assert [run.rpartition("/")[2] for run in kinds["Learning b (gaussian)"]["runs"]] == ["other.run", "price.run"]
+    assert "Not all of the runs were scored on c and a, so what was kept is compared on no old data." in page.text
+    assert page.text.count("anchored to") == 0
+    assert all(f"{heading}: {kind['sentence']}" in result.stderr for heading, kind in kinds.items())
 
 
 def test_the_frontier_of_one_run_is_that_of_its_search(tmp_path):
@@ -298,6 +347,9 @@ def test_more_than_two_old_domains_are_averaged(tmp_path):
         ("fmnist?limit=500", ["fmnist", "fmnist?limit=500&split=test"], "fmnist?limit=500&split=test"),
         ("mnist?permute=1", ["mnist", "mnist?permute=1"], "mnist?permute=1"),
         ("mnist?permute=1", ["mnist"], None),
+        ("fmnist?augment=flip", ["mnist", "fmnist"], "fmnist"),
+        ("fmnist?augment=flip", ["fmnist", "fmnist?augment=flip"], "fmnist?augment=flip"),
+        ("fmnist?augment=flip&limit=9", ["mnist", "fmnist"], "fmnist"),
         ("what a caller calls it??", ["old"], None),
     ],
 )

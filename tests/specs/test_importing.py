@@ -1,7 +1,8 @@
-"""Functions and classes that a file names: the user's own and no others, and nothing else is imported for them."""
+"""Functions and classes that a file names: a checkpoint the user's own alone, options none unless they are trusted."""
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ewc_finetune.checkpoint.architecture import build
+from ewc_finetune.checkpoint.architecture import as_option, build
 from ewc_finetune.checkpoint.checkpoint import ModelMetadata
 from ewc_finetune.checkpoint.formats.state_dict import save_state_dict
 from ewc_finetune.errors import ArchitectureError
@@ -31,10 +32,17 @@ HOSTILE = {
     "a name that is not there": "mine_hostile:nope",
     "a method of an installed class": "mine_named:load_state_dict",
 }
+# What a file of options may not name either: what is the user's own runs with the file's arguments.
+OWN = {
+    "a function of the user": "mine_named:wipe?path=exploded",
+    "a class of the user": "mine_named:Net?width=3",
+    "a module of the user": "mine_hostile:nope",
+}
 MINE = (
     "from os import system\nfrom torch.nn import Linear\nimport os, torch\n"
     "load_state_dict = torch.nn.Module.load_state_dict\n"
     "class Net(Linear):\n    def __init__(self, width=10):\n        super().__init__(64, width)\n"
+    "def wipe(path):\n    open(path, 'w')\n"
     "def data(n=20, split='train'):\n"
     "    g = torch.Generator().manual_seed(0)\n"
     "    return torch.utils.data.TensorDataset(torch.rand(n, 64, generator=g), torch.arange(n) % 10)\n"
@@ -53,64 +61,73 @@ def folder(tmp_path, monkeypatch):
     assert not (tmp_path / "exploded").exists()
 
 
-@pytest.mark.parametrize("key", ["data", "eval", "select-on", "model", "arch", "loss"])
-@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_config_names_nothing_foreign(ewc_ft, folder, key, text):
-    if text.endswith("load_state_dict") and key in ("model", "arch"):
-        text = "mine_named:torch.nn.Linear?in_features=2&out_features=2" if key == "arch" else text
+@pytest.mark.parametrize("key", ["data", "eval", "select-on", "rehearse", "model", "arch", "loss"])
+@pytest.mark.parametrize("text", [*HOSTILE.values(), *OWN.values()], ids=[*HOSTILE, *OWN])
+def test_a_config_names_no_code(ewc_ft, folder, key, text):
     options = {"data": DATA, "model": MLP, "epochs": 0, "output": "o.pt"} | {key: text}
     if key == "arch":
         torch.save(nn.Linear(2, 2).state_dict(), "weights.pt")
         options["model"] = "weights.pt"
     (folder / "run.toml").write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in options.items()))
-    result = ewc_ft("finetune", "--config", "run.toml", expect=2)
-    assert "run.toml: a file names" in result.stderr
-    assert f"--{key}" in result.stderr
+    said = ewc_ft("finetune", "--config", "run.toml", expect=2).stderr
+    assert f"Error: run.toml names code: --{key} " in said
+    assert text in said
+    assert f"Add --trust-code if you know and trust who wrote the file, or give --{key} yourself" in said
+    assert not {"mine_named", "mine_hostile"} & {*sys.modules}
     assert not (folder / "o.pt").exists()
 
 
-def test_a_sweeps_config_names_nothing_foreign(ewc_ft, folder):
+def test_a_sweeps_config_names_no_code(ewc_ft, folder):
     (folder / "s.toml").write_text('data = "os:system?command=touch+exploded"\nanchors = ["a.safetensors"]\n')
-    assert "a file names os:system" in ewc_ft("sweep", "--config", "s.toml", expect=2).stderr
+    said = ewc_ft("sweep", "--config", "s.toml", expect=2).stderr
+    assert "s.toml names code: --data 'os:system?command=touch+exploded'" in said
 
 
-def test_what_is_ones_own_is_imported_and_said(ewc_ft, folder):
+def test_no_file_can_say_that_it_is_trusted(ewc_ft, folder):
+    (folder / "run.toml").write_text('data = "mine_named:wipe?path=exploded"\ntrust-code = true\n')
+    assert "trust-code cannot stand in a file" in ewc_ft("finetune", "--config", "run.toml", expect=2).stderr
+
+
+def test_trusted_code_is_run_and_said(ewc_ft, folder):
     (folder / "run.toml").write_text(
         'data = "mine_named:data?n=30"\nmodel = "mine_named:Net?width=10"\noutput = "o.pt"\nepochs = 1\n'
     )
-    said = ewc_ft("finetune", "--config", "run.toml").stderr
-    for head, what in (("mine_named:data", "data"), ("mine_named:Net", "architecture")):
-        assert f"a file names {head} as the {what}: importing {folder / 'mine_named.py'}\n" in said
+    said = ewc_ft("finetune", "--config", "run.toml", "--trust-code").stderr
+    assert "run.toml names code, which runs: --data 'mine_named:data?n=30'\n" in said
+    assert "run.toml names code, which runs: --model 'mine_named:Net?width=10'\n" in said
     again = ewc_ft("evaluate", "o.pt", "--data", "mine_named:data").stderr
     assert f"o.pt: a file names mine_named:Net as the architecture: importing {folder / 'mine_named.py'}\n" in again
 
 
 def test_what_stands_on_the_command_line_is_free(ewc_ft, folder):
-    (folder / "run.toml").write_text(f'data = "torch:load"\nmodel = "{MLP}"\noutput = "o.pt"\nepochs = 0\n')
-    ewc_ft("finetune", "--config", "run.toml", "--data", DATA, "--eval", DATA)
-    result = ewc_ft("finetune", "--config", "run.toml", "--data", "torch:arange?end=3", "--output", "p.pt", expect=1)
-    assert "a file names" not in result.stderr
+    own = "mine_named:data"
+    (folder / "run.toml").write_text(f'data = "torch:load"\neval = ["{own}"]\nmodel = "{MLP}"\nepochs = 0\n')
+    assert "--eval mine_named:data" in ewc_ft("finetune", "--config", "run.toml", "--data", DATA, expect=2).stderr
+    said = ewc_ft("finetune", "--config", "run.toml", "--data", own, "--eval", own, "-o", "o.pt").stderr
+    assert "names code" not in said
 
 
-def test_ones_own_run_goes_on(ewc_ft, folder):
-    options = ("--model", MLP, "--data", "mine_named:data", "--eval", "mine_named:data", "--output", "o.pt")
-    ewc_ft("finetune", *options, "--epochs", 1)
-    document = json.loads((folder / "o.run" / "run.json").read_text())
-    (folder / "o.run" / "run.json").write_text(json.dumps({**document, "status": "interrupted"}))
-    (folder / "o.pt").unlink()
-    assert "importing" in ewc_ft("finetune", "--resume", "o.run").stderr
+def test_ones_own_run_goes_on_where_it_is_trusted(ewc_ft, folder):
+    run = ("--model", MLP, "--data", "mine_named:data", "--eval", DATA, "--output", "o.pt", "--epochs", 2)
+    fails = "def fails(outputs, targets):\n    calls.append(1)\n    return outputs.sum() / (len(calls) < 2)\n"
+    (folder / "mine_named.py").write_text(f"{MINE}calls = []\n{fails}")
+    said = ewc_ft("finetune", *run, "--loss", "mine_named:fails", expect=1).stderr
+    assert "go on: ewc-ft finetune --resume o.run --trust-code\n" in said
+    again = ewc_ft("finetune", "--resume", "o.run", expect=2).stderr
+    assert "o.run/run.json names code: --data mine_named:data" in again
+    again = ewc_ft("finetune", "--resume", "o.run", "--trust-code", expect=1).stderr
+    assert "o.run/run.json names code, which runs: --loss mine_named:fails" in again
 
 
 def test_a_run_of_somebody_else_runs_nothing(ewc_ft, folder):
     ewc_ft("finetune", "--model", MLP, "--data", DATA, "--output", "o.pt", "--epochs", 1)
     document = json.loads((folder / "o.run" / "run.json").read_text())
-    for key in ("data", "eval", "model", "arch", "loss"):
-        text = "os:system?command=touch+exploded"
-        options = document["options"] | {key: [text] if key == "eval" else text}
-        (folder / "o.run" / "run.json").write_text(json.dumps({**document, "status": "failed", "options": options}))
-        said = ewc_ft("finetune", "--resume", "o.run", expect=2).stderr
-        assert "a file names os:system" in said
-        assert f"--{key}" in said
+    for text in ("os:system?command=touch+exploded", "mine_named:wipe?path=exploded"):
+        for key in ("data", "eval", "model", "arch", "loss"):
+            options = document["options"] | {key: [text] if key == "eval" else text}
+            (folder / "o.run" / "run.json").write_text(json.dumps({**document, "status": "failed", "options": options}))
+            for way in ("--resume", "--config"):
+                assert f"names code: --{key} '{text}'" in ewc_ft("finetune", way, "o.run", expect=2).stderr
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
@@ -149,3 +166,55 @@ def test_python_path_counts_and_what_is_linked_into_the_installed_packages_does_
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", script], check=False, env=environment, capture_output=True, text=True)
     assert done.stdout == "Net\nTrue\nNet\n", done.stderr
+
+
+FACTORY = "mine_made:Net.from_name?width=8&name=it's"
+
+
+@pytest.fixture
+def made(ewc_ft, folder):
+    """A checkpoint, a model and an anchor whose architecture, a class method, was named on the command line."""
+    (folder / "mine_made.py").write_text(
+        "from torch import nn\nclass Net(nn.Sequential):\n"
+        "    @classmethod\n    def from_name(cls, width, num_classes=10, name=''):\n"
+        "        return cls(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, num_classes))\n"
+    )
+    torch.save(build(FACTORY, trusted=True).state_dict(), "bare.pt")
+    said = ewc_ft("consolidate", "bare.pt", "--arch", FACTORY, "--data", DATA, "-o", "a.safetensors").stderr
+    assert f"so say it with the anchor too: --arch {shlex.quote(FACTORY)}\n" in said
+    ewc_ft("finetune", "--anchors", "a.safetensors", "--arch", FACTORY, "--data", DATA, "--epochs", 0, "-o", "m.pt")
+    yield ewc_ft
+    sys.modules.pop("mine_made", None)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"finetune --anchors a.safetensors --data {DATA} --epochs 0 -o n.pt",
+        f"finetune --model m.pt --data {DATA} --epochs 0 -o n.pt",
+        f"evaluate m.pt --data {DATA}",
+        f"evaluate a.safetensors --data {DATA}",
+        f"consolidate m.pt --data {DATA} -o b.safetensors",
+        f"mend m.pt --anchors a.safetensors --data {DATA} --ratio 0.5 -o n.pt",
+        "merge a.safetensors a.safetensors -o b.safetensors --checkpoint n.pt",
+    ],
+)
+def test_where_a_file_names_a_factory_the_option_to_copy_is_offered_and_works(command, made):
+    said = made(*command.split(), expect=1).stderr
+    option = f"name it yourself with --arch {shlex.quote(FACTORY)}"
+    assert "a file may name nothing else. If you trust it" in said
+    assert option in said
+    made(*command.split(), *shlex.split(option.partition("with ")[2]))
+
+
+def test_inspect_shows_the_option_to_copy(made):
+    assert f"--arch {shlex.quote(FACTORY)}" in made("inspect", "m.pt").output
+
+
+def test_no_part_of_python_is_offered_to_be_copied(folder):
+    assert as_option("os:system?command=touch+exploded") == as_option("importlib.util:find_spec") == "--arch"
+    for text in HOSTILE.values():
+        with pytest.raises(ArchitectureError) as error:
+            build(text, trusted=False)
+        top = text.partition(":")[0].partition(".")[0]
+        assert (f"--arch {shlex.quote(text)}" in str(error.value)) == (top not in sys.stdlib_module_names)

@@ -165,7 +165,8 @@ KFAC = {1: (0.942, 0.868), 3: (0.965, 0.868), 10: (0.973, 0.865), 30: (0.976, 0.
 def write_plain(folder, **changes):
     after = changes.pop("after", [score("mnist", 0.4381), score("fmnist", 0.8684)])
     found = {"checkpoint": {"sha256": "3f" * 32, "architecture": "mlp?hidden=256,128"}}
-    return write_run(folder, anchors=[], after=after, found=found, options={"model": "model.pt"}, **changes)
+    options = {"model": "model.pt", **changes.pop("options", {})}
+    return write_run(folder, anchors=[], after=after, found=found, options=options, **changes)
 
 
 def write_sweep(folder, kfac=True):

@@ -4,7 +4,7 @@ import json
 
 import torch
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -32,11 +32,18 @@ SMALL = {
 }
 
 
-def tokenizer():
+def tokenizer(of_pairs=False):
+    """By whole words; one of pairs ends each text with a token, as BERT's does."""
     words = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
+    if of_pairs:
+        words.post_processor = processors.TemplateProcessing(
+            "[BOS] $A [EOS]", "[BOS] $A [EOS] $B:1 [EOS]:1", [("[BOS]", 3), ("[EOS]", 4)]
+        )
+    names = ["input_ids", "attention_mask", *(["token_type_ids"] if of_pairs else [])]
     return PreTrainedTokenizerFast(
         tokenizer_object=words,
+        model_input_names=names,
         pad_token="[PAD]",
         unk_token="[UNK]",
         mask_token="[MASK]",
