@@ -55,7 +55,7 @@ class Holding:
         lambdas = usual_lambdas(anchors, rehearses) if arguments.lambdas is None else arguments.lambdas
         self.model = unwrapped(model)
         self.penalty = Penalty(self.model, anchors, lambdas, lineage=arguments.lineage)  # type: ignore[arg-type]
-        if not self.penalty.trained:
+        if self.penalty.pulls and not self.penalty.trained:
             raise UsageError(
                 f"nothing that {', '.join(anchor.label for anchor in anchors)} holds is trained, so the penalty would "
                 "do nothing: train some of its layers (target_modules of LoRA), or leave the anchor out"
