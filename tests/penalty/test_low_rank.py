@@ -83,10 +83,11 @@ def effective(model):
     """The weights as PEFT itself merges them, with the graph that leads to the adapters."""
     found = {}
     for full, module in model.named_modules():
-        name = full.removeprefix("base_model.model.")
+        name = full.removeprefix("base_model.model.").replace(".base_layer", "")
         if isinstance(module, peft.tuners.lora.LoraLayer) and not isinstance(module.base_layer, type(module)):
             base = module.get_base_layer()
-            own = getattr(module, "parameter_name", "weight")
+            own = "in_proj_weight" if isinstance(base, nn.MultiheadAttention) else "weight"
+            own = getattr(module, "parameter_name", own)
             start = f"{name}." if name else ""
             for other, parameter in base.named_parameters(recurse=False):
                 found[start + other] = parameter
@@ -299,3 +300,24 @@ def test_an_anchor_of_another_model_is_refused():
     anchor = ewc.consolidate(model, DATA)
     with pytest.raises(AnchorMismatchError, match="does not fit the model"):
         ewc.Penalty(adapted(made()), anchor, 1.0)
+
+
+class Attention(nn.Module):
+    """torch's own attention, whose projections of inputs are one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(11, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.emb(x)
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
+@pytest.mark.parametrize("curvature", ["diagonal", "kfac"])
+def test_attention_of_torch(curvature):
+    model = made(Attention)
+    anchor = ewc.consolidate(model, DATA, curvature=curvature)
+    assert_right(adapted(model, target_modules=["attention", "emb"]), [anchor], [2.0])
