@@ -27,11 +27,12 @@ def percentages(text):
 
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda script: script.name)
 def test_a_short_program_knows_the_public_names_alone(script):
-    """What it imports is `ewc_finetune` itself, and no module within."""
+    """What it imports is `ewc_finetune` itself, or an integration, and no module within."""
     for node in ast.walk(ast.parse(script.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) else []
-        assert not [name for name in names if name.startswith("ewc_finetune.")]
+        within = [name for name in names if name.startswith("ewc_finetune.")]
+        assert not [name for name in within if not name.startswith("ewc_finetune.integrations.")]
 
 
 @pytest.mark.slow
@@ -63,6 +64,27 @@ def test_lambda_from_a_probe():
     aim, unchanged, kept, _ = run("lambda_from_a_probe.py").splitlines()
     assert percentages(unchanged)[0] >= 90
     assert percentages(kept)[0] > 85, aim
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "package", "more"),
+    [
+        ("trainer.py", "accelerate", 50),
+        ("lora.py", "peft", 30),
+        ("lightning_trainer.py", "lightning", 20),
+        ("accelerate_loop.py", "accelerate", 20),
+    ],
+)
+def test_in_the_loops_of_others(script, package, more):
+    pytest.importorskip(package)
+    command = [sys.executable, str(EXAMPLES / script)]  # with the warnings of these libraries
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    before, plain, held = (percentages(line) for line in done.stdout.splitlines()[-3:])
+    assert before[0] > 90
+    assert held[0] > plain[0] + more
+    assert held[1] > 80
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ PACKAGE = Path(ewc_finetune.__file__).parent
 HOUSE = [
     {"cli"},
     {"commands"},
-    {"sweeps", "model_card", "mending"},
+    {"sweeps", "model_card", "mending", "integrations"},
     {"finetuning"},
     {"rehearsal"},
     {"reporting"},

@@ -23,6 +23,7 @@ from ewc_finetune.checkpoint.formats.onnx.file import Onnx
 from ewc_finetune.checkpoint.formats.pickled import Pickled
 from ewc_finetune.checkpoint.formats.safetensors_file import SafetensorsFile
 from ewc_finetune.checkpoint.formats.sharded import Sharded
+from ewc_finetune.checkpoint.formats.sidecar import read_sidecar
 from ewc_finetune.checkpoint.formats.state_dict import StateDict, find_state
 from ewc_finetune.checkpoint.formats.stored_tensors import check_archive
 from ewc_finetune.checkpoint.formats.torchscript import TorchScript
@@ -279,6 +280,8 @@ def _load_folder(folder: Path, label: str) -> HuggingFace:
     weights = load_checkpoint(file)
     if not isinstance(weights, Weights):
         raise CheckpointError(f"{file} is in the format {weights.format}; expected weights by name")
+    if weights.metadata == ModelMetadata():
+        weights.metadata = read_sidecar(folder)
     return HuggingFace(folder, weights, file, label)
 
 

@@ -17,7 +17,7 @@ from ewc_finetune.checkpoint.formats.from_anchor import FromAnchor
 from ewc_finetune.checkpoint.location import is_there
 from ewc_finetune.checkpoint.open import LoadedModel, open_checkpoint, open_fresh, open_model
 from ewc_finetune.checkpoint.pin import fetched_anchors, pinned_model
-from ewc_finetune.choices import BESIDE_REHEARSAL, DEFAULT_LAMBDA, LikelihoodName
+from ewc_finetune.choices import DEFAULT_LAMBDA, LikelihoodName
 from ewc_finetune.data.domain import Domain
 from ewc_finetune.data.mixture import names_together
 from ewc_finetune.data.sources import items_of, resolve_domain, resolve_domains
@@ -40,7 +40,7 @@ from ewc_finetune.likelihood.objective import Objective, objective_of
 from ewc_finetune.likelihood.registry import get_likelihood
 from ewc_finetune.modules.devices import choose_device, random_state_kept
 from ewc_finetune.modules.modes import normalisation_layers
-from ewc_finetune.penalty.quadratic import spread_lambdas
+from ewc_finetune.penalty.quadratic import spread_lambdas, usual_lambdas
 from ewc_finetune.progress import Progress
 from ewc_finetune.rehearsal.memory import Memory
 from ewc_finetune.rehearsal.options import is_probes
@@ -185,8 +185,7 @@ def _strengths(options: FinetuneOptions, given: int, anchors: Sequence[Anchor]) 
         least = min((DEFAULT_LAMBDA[anchor.provenance.curvature] for anchor in anchors), default=1.0)
         return [DEFAULT_LAMBDA[anchor.provenance.curvature] / least for anchor in anchors]
     if lambdas is None:
-        part = BESIDE_REHEARSAL if options.rehearses else 1.0
-        return [part * DEFAULT_LAMBDA[anchor.provenance.curvature] for anchor in anchors]
+        return usual_lambdas(anchors, options.rehearses)
     # Without anchors a lambda does nothing, but a wrong one is still an error.
     return spread_lambdas(lambdas, given or 1)[:given]
 

@@ -9,8 +9,9 @@ from torch import nn
 
 T = TypeVar("T")
 
-# What wrappers put before names: DataParallel, torch.compile, Lightning and others that keep the model as an attribute.
-PREFIXES = ("module.", "_orig_mod.", "model.")
+# What wrappers put before names: DataParallel, torch.compile, Lightning and others that keep the model as an attribute;
+# PEFT's "base_model.model." is two of them.
+PREFIXES = ("module.", "_orig_mod.", "model.", "base_model.")
 
 
 def prefixes(names: Sequence[str] | Mapping[str, object]) -> Iterator[str]:

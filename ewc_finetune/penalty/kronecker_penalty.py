@@ -12,6 +12,7 @@ from ewc_finetune.curvature.kronecker_block import Block
 from ewc_finetune.errors import UsageError
 from ewc_finetune.modules.precision import sum_dtype
 from ewc_finetune.penalty.conjugate_gradients import solve
+from ewc_finetune.penalty.held import Held
 from ewc_finetune.penalty.kronecker_sum import stand_in, times_sum
 
 # The implicit step of several blocks is solved until the residual is this share of what it was, ...
@@ -22,7 +23,7 @@ _ITERATIONS = 50
 _LEAST = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
-class HeldLayer:
+class HeldLayer(Held):
     """The penalty `1/2 sum_k <D_k, G_k D_k A_k>` on a layer, with D_k what weight and bias are away from a centre.
 
     Args:
@@ -39,6 +40,7 @@ class HeldLayer:
     def __init__(
         self, parts: Sequence[tuple[Block, Tensor]], weight: nn.Parameter, bias: nn.Parameter | None = None
     ) -> None:
+        self.name = parts[0][0].weight
         self.weight = weight
         self._bias = bias
         self.parameters = [parameter for parameter in (weight, bias) if parameter is not None]
@@ -49,11 +51,6 @@ class HeldLayer:
         self._eigen: Block | None = None
         self._scaled: list[Block] = []
         self._scale = 1.0
-
-    @property
-    def trained(self) -> list[nn.Parameter]:
-        """Those of the parameters that are trained."""
-        return [parameter for parameter in self.parameters if parameter.requires_grad]
 
     def check_rates(self, rates: Sequence[float]) -> None:
         """Refuse an implicit step in which weight and bias do not move by one learning rate.
@@ -77,6 +74,14 @@ class HeldLayer:
             dtype = sum_dtype(difference.device)
             total += 0.5 * (difference.to(dtype) * block.times(difference).to(dtype)).sum().item()
         return total
+
+    def trace(self) -> float:
+        """See `Held`."""
+        return sum(block.trace for block in self.blocks)
+
+    def largest(self) -> float:
+        """See `Held`: of several anchors the sum is at least as large as the largest of all together."""
+        return sum(block.largest() for block in self.blocks)
 
     @torch.no_grad()
     def add(self, scale: float | Tensor = 1.0, only: Collection[int] | None = None) -> None:

@@ -20,9 +20,12 @@ from ewc_finetune.anchor.anchor import Anchor
 from ewc_finetune.choices import PENALTY_FORMS, Lineage, PenaltyForm, check_choice
 from ewc_finetune.curvature.kronecker_block import Block
 from ewc_finetune.errors import AnchorMismatchError, UsageError, counted
+from ewc_finetune.modules.adapters import Adapted, effective_weights
 from ewc_finetune.modules.wrappers import fitting, without
 from ewc_finetune.penalty.diagonal_penalty import HeldParameter, add_gradients, move
+from ewc_finetune.penalty.held import Held
 from ewc_finetune.penalty.kronecker_penalty import HeldLayer
+from ewc_finetune.penalty.low_rank_penalty import HeldLowRankLayer, HeldProduct
 from ewc_finetune.penalty.quadratic import spread_lambdas, sum_quadratics
 
 
@@ -88,7 +91,7 @@ class Penalty:
         given = [anchors] if isinstance(anchors, (Anchor, str, Path)) else list(anchors)
         stacked = [anchor if isinstance(anchor, Anchor) else Anchor.open(anchor) for anchor in given]
         strengths = spread_lambdas(lambdas, len(stacked))
-        named = dict(model.named_parameters())
+        named = effective_weights(model)
         parameters = named | without(named, fitting(named, stacked[-1].held_shapes() if stacked else ()))
         for anchor in stacked:
             check_fit(parameters, anchor, growing)
@@ -97,25 +100,29 @@ class Penalty:
         self.pulls = any(strengths)
         self._handles: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDictionary()
         self._constant = math.fsum(quadratic.constant.values())
-        self._held = {
-            name: HeldParameter(p, quadratic.curvature[name], quadratic.centre[name])
-            for name, p in parameters.items()
-            if name in quadratic.curvature
-        }
+        self._held: dict[str, HeldParameter] = {}
+        self._layers: list[Held] = []
+        for name, weight in parameters.items():
+            if name not in quadratic.curvature:
+                continue
+            if isinstance(weight, Adapted):
+                held = HeldProduct(name, weight, quadratic.curvature[name], quadratic.centre[name])
+                self._layers.append(held)
+            else:
+                self._held[name] = HeldParameter(weight, quadratic.curvature[name], quadratic.centre[name])
         layers: dict[tuple[str, ...], list[tuple[Block, Tensor]]] = {}
         for block, centre in quadratic.blocks:
             layers.setdefault(block.names, []).append((block, centre))
-        self._layers = [
-            HeldLayer(parts, parameters[names[0]], *(parameters[name] for name in names[1:]))
-            for names, parts in layers.items()
+        self._layers += [
+            _held_by_blocks(parts, [parameters[name] for name in names]) for names, parts in layers.items()
         ]
         if form == "proximal":
             for layer in self._layers:
                 if layer.trained:
                     layer.check_rates([0.0] * len(layer.trained))
-        known = self._held.keys() | {name for names in layers for name in names}
-        held = {id(parameters[name]) for name in known}
-        self.free = tuple(name for name, p in named.items() if p.requires_grad and id(p) not in held)
+        pulled = {id(p) for layer in self._layers for p in layer.parameters}
+        pulled |= {id(held.parameter) for held in self._held.values()}
+        self.free = tuple(name for name, p in model.named_parameters() if p.requires_grad and id(p) not in pulled)
         self._anchors = tuple(anchor.provenance.name for anchor in stacked)
 
     def __repr__(self) -> str:
@@ -130,6 +137,30 @@ class Penalty:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles.values():
             handle.remove()
+
+    @property
+    def trained(self) -> bool:
+        """Whether anything that it holds is trained."""
+        return any(held.parameter.requires_grad for held in self._held.values()) or any(
+            layer.trained for layer in self._layers
+        )
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer, *, alone: bool = True) -> None:
+        """Check that its gradient can be added by hand before each of an optimizer's steps.
+
+        Args:
+            optimizer: The optimizer.
+            alone: Whether it is the only one, and must have some of the parameters.
+
+        Raises:
+            UsageError: if a penalty is attached to it already, or it has none of the parameters.
+        """
+        optimizer = _innermost(optimizer)
+        hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+        if any(isinstance(getattr(hook, "__self__", None), Penalty) for hook in hooks):
+            raise UsageError("a penalty is attached to this optimizer already; once more it would count twice")
+        if alone and not any(self._of(optimizer)) and (self._held or self._layers):
+            raise UsageError("the optimizer has none of the parameters that the penalty holds")
 
     def attach(self, optimizer: torch.optim.Optimizer) -> Attached:
         """Apply the penalty at every step of an optimizer, to the parameters that this optimizer has.
@@ -169,13 +200,13 @@ class Penalty:
         """Add the gradient, or where the step is given a closure have that add it: gradients are there after it."""
         closures = [value for value in (*args[1:], *kwargs.values()) if callable(value)]
         if not closures:
-            self._add_for(optimizer)
+            self.add_for(optimizer)
             return None
         (closure,) = closures
 
         def with_penalty() -> Any:
             loss = closure()
-            self._add_for(optimizer)
+            self.add_for(optimizer)
             return loss
 
         def replaced(value: Any) -> Any:
@@ -183,7 +214,8 @@ class Penalty:
 
         return (args[0], *map(replaced, args[1:])), {key: replaced(value) for key, value in kwargs.items()}
 
-    def _add_for(self, optimizer: torch.optim.Optimizer) -> None:
+    def add_for(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add the penalty's gradient to those of an optimizer's parameters, right before its step."""
         # A fused optimizer unscales by itself, after this.
         scale = getattr(optimizer, "grad_scale", None)
         scale = 1.0 if scale is None else scale
@@ -231,11 +263,7 @@ class Penalty:
     def parts(self) -> dict[str, tuple[float, float]]:
         """Return the penalty and the trace of `lambda F` by parameter, those of a K-FAC block under its weight."""
         singly = {name: (held.value(), held.trace()) for name, held in self._held.items()}
-        blocks = {
-            layer.blocks[0].weight: (layer.value(), sum(block.trace for block in layer.blocks))
-            for layer in self._layers
-        }
-        return singly | blocks
+        return singly | {layer.name: (layer.value(), layer.trace()) for layer in self._layers}
 
     def largest_curvature(self) -> tuple[str, float]:
         """Return the largest `lambda F` and the parameter that has it.
@@ -250,12 +278,11 @@ class Penalty:
         }
         for layer in self._layers:
             if layer.trained:
-                # Of several anchors the sum is at least as large as the largest of all together.
-                peaks[layer.blocks[0].weight] = sum(block.largest() for block in layer.blocks)
+                peaks[layer.name] = layer.largest()
         name = max(peaks, key=peaks.__getitem__, default="")
         return name, peaks.get(name, 0.0)
 
-    def _of(self, optimizer: torch.optim.Optimizer) -> tuple[list[HeldParameter], list[HeldLayer]]:
+    def _of(self, optimizer: torch.optim.Optimizer) -> tuple[list[HeldParameter], list[Held]]:
         """Return what is held of the parameters of an optimizer, singly and in blocks."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return (
@@ -265,7 +292,7 @@ class Penalty:
 
     def _rates(
         self, optimizer: torch.optim.Optimizer
-    ) -> tuple[list[tuple[HeldParameter, float]], list[tuple[HeldLayer, float]]]:
+    ) -> tuple[list[tuple[HeldParameter, float]], list[tuple[Held, float]]]:
         """Return the same, each with the learning rate that it has there."""
         rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
         singly, layers = self._of(optimizer)
@@ -300,6 +327,15 @@ class Attached:
         self.remove()
 
 
+def _held_by_blocks(parts: list[tuple[Block, Tensor]], weights: list[nn.Parameter | Adapted]) -> Held:
+    """Return a layer that blocks hold, of its weight and, if they have it, its bias."""
+    weight, *bias = weights
+    plain = [one for one in bias if isinstance(one, nn.Parameter)]
+    if isinstance(weight, Adapted):
+        return HeldLowRankLayer(parts, weight, plain[0] if plain else None)
+    return HeldLayer(parts, weight, *plain)
+
+
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer that takes the steps.
 
@@ -317,7 +353,7 @@ def _innermost(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def check_fit(
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, nn.Parameter | Adapted],
     anchor: Anchor,
     growing: Collection[str] = (),
     grown: str = "Where the new domain has classes of its own, give it --head new or expand",

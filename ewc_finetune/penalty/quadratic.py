@@ -21,7 +21,7 @@ from ewc_finetune.anchor.anchor import Anchor, refuse_zero
 from ewc_finetune.anchor.compatibility import check_together, is_grown
 from ewc_finetune.anchor.heads import of_one_head
 from ewc_finetune.anchor.lineage import had_a_part
-from ewc_finetune.choices import LINEAGES, Lineage, check_choice
+from ewc_finetune.choices import BESIDE_REHEARSAL, DEFAULT_LAMBDA, LINEAGES, Lineage, check_choice
 from ewc_finetune.curvature.kronecker_block import Block
 from ewc_finetune.errors import NonFiniteError, UsageError, counted
 from ewc_finetune.modules.precision import wide
@@ -66,6 +66,12 @@ def spread_lambdas(lambdas: float | Sequence[float], anchors: int) -> list[float
             "give one for all, or one for each anchor"
         )
     return values
+
+
+def usual_lambdas(anchors: Sequence[Anchor], rehearses: bool) -> list[float]:
+    """Return the lambda of each anchor, where none is given: by its curvature, less where old inputs are rehearsed."""
+    part = BESIDE_REHEARSAL if rehearses else 1.0
+    return [part * DEFAULT_LAMBDA[anchor.provenance.curvature] for anchor in anchors]
 
 
 def sum_quadratics(

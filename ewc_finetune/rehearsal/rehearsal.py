@@ -113,6 +113,12 @@ class Rehearsal:
         ]
         return self.weight * (parts[0] if len(parts) == 1 else torch.stack(parts).mean())
 
+    def skip(self, steps: int) -> None:
+        """Draw the inputs of so many steps, and leave them."""
+        for _ in range(steps):
+            for order in self._orders:
+                order.draw(self.each)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed to go on in the same order."""
         return {"generator": self._generator.get_state(), "left": [order.left.clone() for order in self._orders]}

@@ -129,15 +129,21 @@ def write_state_dict(
     Raises:
         StorageError: if it cannot be written.
     """
-    versions = OrderedDict({**state._metadata, _KEY: metadata.to_json()})  # type: ignore[attr-defined]
-    state = OrderedDict(state)
-    state._metadata = versions  # type: ignore[attr-defined]
+    state = noted(state, metadata)
     saved: Any = state
     if document is not None and within:
         (key,) = within
         saved = type(document)(document) if isinstance(document, OrderedDict) else dict(document)
         saved[key] = state
     save_object(temporary, path, saved)
+
+
+def noted(state: Mapping[str, Any], metadata: ModelMetadata) -> OrderedDict[str, Any]:
+    """Return a state dict that carries `metadata`, beside the version numbers that it has."""
+    carrying = OrderedDict(state)
+    known = getattr(state, "_metadata", None) or {}
+    carrying._metadata = OrderedDict({**known, _KEY: metadata.to_json()})  # type: ignore[attr-defined]
+    return carrying
 
 
 def save_object(temporary: Path, path: Path, saved: object) -> None:
