@@ -114,6 +114,10 @@ def resolve_domains(
     items = items_of(data)
     if not items and weighted:
         raise UsageError("there is no data: the list of it is empty")
+    specs = [item for item in items if isinstance(item, str)]
+    twice = next((spec for spec in specs if specs.count(spec) > 1), None)
+    if weighted and twice is not None:
+        raise UsageError(f"the data {twice} is given twice; weight=2 behind its question mark takes each sample twice")
     domains = [resolve_domain(item, default_split, data_dir, weighted=weighted) for item in items]
     if isinstance(data, Mapping):
         return [replace(domain, name=name) for name, domain in zip(data, domains, strict=True)]

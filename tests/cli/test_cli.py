@@ -207,10 +207,10 @@ BAD = {
     "an unknown option": (["evaluate", "model.pt", "--dta", DATA], 2, "No such option"),
     "an unknown command": (["evalute"], 2, "No such command"),
     "output nowhere": (["consolidate", "model.pt", "--data", DATA, "--output", "no/where"], 1, "does not exist"),
-    "two domains at once": (
-        ["consolidate", "model.pt", "--data", DATA, "--data", NEW, "--output", "new.safetensors"],
+    "a domain twice": (
+        ["consolidate", "model.pt", "--data", DATA, "--data", DATA, "--output", "new.safetensors"],
         2,
-        "given 2 times",
+        "is given twice; weight=2",
     ),
     "no samples": (["consolidate", "model.pt", "--data", DATA, "--samples", "0"], 2, "neither auto nor a number"),
 }
